@@ -33,6 +33,8 @@ from models.router_settings import CORRECTED, PLAIN
 MOST_EXPERTS = 2**16
 # Keys that are not known in models that have layers with a recurrent state.
 _ALIKE_LAYERS = ("window", "mup_base_hidden", "factory")
+# Keys that are not known in models whose layers without a window have heads of their own.
+_BESIDE_GLOBAL_HEADS = ("latent", "delta_net", "hybrid_pattern", "mup_base_hidden", "factory")
 # Keys of attention that are off by default.
 _ATTENTION_KEYS = (
     "attention_gate",
@@ -40,6 +42,7 @@ _ATTENTION_KEYS = (
     "qkv_bias",
     "output_bias",
     "qk_norm",
+    "value_norm",
     "attention_dropout",
 )
 
@@ -72,6 +75,7 @@ class ModelConfig(ModelFields):
         yield from self._delta_problems()
         yield from self._hybrid_problems()
         yield from self._window_problems()
+        yield from self._global_problems()
         yield from self._norm_problems()
         yield from self._dense_problems()
         if self.experts:
@@ -201,6 +205,31 @@ class ModelConfig(ModelFields):
         if not self._are_layers(self.window_layers):
             yield self._no_layers("window_layers")
 
+    def _global_problems(self) -> Iterator[Problem]:
+        """Yield the problems of heads that layers without the window have for themselves."""
+        sizes = [key for key in ("global_head_dim", "global_kv_heads") if getattr(self, key)]
+        given = [*sizes, *(["global_key_as_value"] if self.global_key_as_value else [])]
+        if not given:
+            return
+        for key in sizes:
+            # Where all layers are alike, other keys say their heads.
+            if len(self.window_layers) in (0, self.layers):
+                yield Problem.of("model.global_heads_unused", key=key, value=getattr(self, key))
+        if self.window and not self.window_layers:
+            yield Problem.of("model.global_value_unused")
+        for key in _BESIDE_GLOBAL_HEADS:
+            if getattr(self, key):
+                yield Problem.of("model.global_heads_beside", key=key, given=given[0])
+        if sizes and self.positions == "rope" and self.window and not self.window_rope_base:
+            yield Problem.of("model.global_heads_rope", key=sizes[0])
+        rotary_dims = self.unwindowed.rotary_dims
+        if self.global_head_dim and self.positions == "rope" and rotary_dims % 2:
+            yield Problem.of(
+                "model.global_head_dim_rope", value=self.global_head_dim, rotary_dims=rotary_dims
+            )
+        if self.global_kv_heads and self.heads % self.global_kv_heads:
+            yield Problem.of("model.global_kv_heads", value=self.global_kv_heads, heads=self.heads)
+
     def _are_layers(self, numbers: Sequence[int]) -> bool:
         """Return True if these are numbers of layers in increasing order."""
         valid = {number for number in numbers if 0 <= number < self.layers}
@@ -222,6 +251,7 @@ class ModelConfig(ModelFields):
             "qk_norm": False,
             "norm": "rms",
             "norm_unit_offset": False,
+            "value_norm": False,
             "attention_sinks": False,
             "attention_gate": False,
         }
@@ -272,7 +302,10 @@ class ModelConfig(ModelFields):
                     value=json.dumps(value),
                     required=json.dumps(required_value),
                 )
-        for key in (*_ALIKE_LAYERS, "mtp_layers", "latent", "delta_net", "dense_layers"):
+        # A module has a layer as the model's last, which has one branch alone here.
+        if self.mtp_layers:
+            yield Problem.of("model.hybrid_mtp", mtp_layers=self.mtp_layers, last=pattern[-1])
+        for key in (*_ALIKE_LAYERS, "latent", "delta_net", "dense_layers"):
             if getattr(self, key):
                 yield Problem.of("model.hybrid_beside", key=key)
 
@@ -375,6 +408,9 @@ class ModelConfig(ModelFields):
         layer has not.
         """
         model = self.kind_of_layer(number)
+        # Heads of layers without the window go by its layers already.
+        if self.has_global_heads:
+            return model
         # Without window_layers the window, if there is one, is that of all layers.
         if self.window_layers and number not in self.window_layers:
             return model.model_copy(update={"window": 0, "window_layers": ()})
@@ -405,9 +441,43 @@ class ModelConfig(ModelFields):
         """Return this model as its layers with a gated delta net see it, without latents."""
         return self.model_copy(update={"latent": NO_LATENT}) if self.latent else self
 
+    @property
+    def has_global_heads(self) -> bool:
+        """Return True if layers without the window have heads of their own."""
+        sizes = self.global_head_dim or self.global_kv_heads
+        return bool(sizes) or self.global_key_as_value
+
+    @property
+    def windowed(self) -> "ModelConfig":
+        """Return this model as its layers with the window see it, beside others with heads of their
+        own."""
+        alike = {
+            "window_layers": (),
+            "global_head_dim": 0,
+            "global_kv_heads": 0,
+            "global_key_as_value": False,
+        }
+        return self.model_copy(update=alike)
+
+    @property
+    def unwindowed(self) -> "ModelConfig":
+        """Return this model as its layers without the window see it, with the heads that these
+        have."""
+        own_heads = {
+            "head_dim": self.global_head_dim or self.head_dim,
+            "kv_heads": self.global_kv_heads or self.kv_heads,
+            "window": 0,
+            "window_layers": (),
+            "window_rope_base": 0.0,
+            "global_head_dim": 0,
+            "global_kv_heads": 0,
+        }
+        return self.model_copy(update=own_heads)
+
     def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return this model with the feed-forward or experts of layer `number`, with a gated delta
-        net or a Mamba-2 mixer only if the layer has one, and of `hybrid_pattern` with its letter.
+        """Return this model with the feed-forward or experts of layer `number`, with the heads of
+        its attention, with a gated delta net or a Mamba-2 mixer only if the layer has one, and of
+        `hybrid_pattern` with its letter.
 
         It is the same for all layers of a kind.
         """
@@ -417,6 +487,8 @@ class ModelConfig(ModelFields):
             mamba = self.mamba if letter == "M" else NO_MAMBA
             return kind.model_copy(update={"hybrid_pattern": letter, "mamba": mamba})
         kind = self.dense if number in self.dense_layers else self
+        if self.has_global_heads:
+            return kind.windowed if number in self.window_layers else kind.unwindowed
         return kind.recurring if number in self.delta_layers else kind.attending
 
     def layers_of(self, letter: str) -> tuple[int, ...]:
@@ -473,7 +545,8 @@ class ModelConfig(ModelFields):
 
     def fits_tensor(self, ranks: int) -> bool:
         """Return True if so many tensor-parallel ranks can share each layer evenly."""
-        if self.kv_heads % ranks and ranks % self.kv_heads:
+        kv_heads = {self.kv_heads, self.global_kv_heads or self.kv_heads}
+        if any(count % ranks and ranks % count for count in kv_heads):
             return False
         widths = [*self.ffn_widths.values(), self.heads]
         if self.mtp_layers:
@@ -514,15 +587,20 @@ class ModelConfig(ModelFields):
     def count_kinds(self, layers: Iterable[int]) -> Iterator[tuple["ModelConfig", int]]:
         """Yield each kind of layer (`kind_of_layer`) with how many of `layers` are of it."""
         numbers = layers if isinstance(layers, range) else tuple(layers)
-        for example, count in _count_alike(
-            self.dense_layers, self.delta_layers, self.hybrid_pattern, numbers
-        ):
+        for example, count in _count_alike(self._layers_by_kind, self.hybrid_pattern, numbers):
             yield self.kind_of_layer(example), count
 
-    def kind_keys(self, layers: Iterable[int]) -> list[tuple[bool, bool, str]]:
+    def kind_keys(self, layers: Iterable[int]) -> list[tuple[bool, bool, bool, str]]:
         """Return what tells the kind of each layer from others: whether it has a feed-forward in
-        place of experts and a gated delta net, and its letter in `hybrid_pattern`."""
-        return _kind_keys(self.dense_layers, self.delta_layers, self.hybrid_pattern, layers)
+        place of experts, a gated delta net, and a window beside layers with other heads, and its
+        letter in `hybrid_pattern`."""
+        return _kind_keys(self._layers_by_kind, self.hybrid_pattern, layers)
+
+    @property
+    def _layers_by_kind(self) -> "LayersByKind":
+        """Return the layers that are of another kind than most, by what they are."""
+        beside_global_heads = self.window_layers if self.has_global_heads else ()
+        return self.dense_layers, self.delta_layers, beside_global_heads
 
     @property
     def without_mtp(self) -> "ModelConfig":
@@ -620,7 +698,8 @@ class ModelConfig(ModelFields):
             output = self.hidden * self.heads * latent.value_dim
             return latent.width * self.hidden + latent.up_weights(self.heads) + query + output
         # Queries with their gate, keys, values and the output.
-        heads = (1 + self._query_widths) * self.heads + 2 * self.kv_heads
+        kv_matrices = 1 if self.global_key_as_value else 2
+        heads = (1 + self._query_widths) * self.heads + kv_matrices * self.kv_heads
         return self.hidden * heads * self.head_dim
 
     def _mlp_weights(self, experts: int) -> int:
@@ -703,30 +782,35 @@ class ModelConfig(ModelFields):
         return 2 * self.hidden * self.vocab
 
 
+LayersByKind = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The layers with a feed-forward in place of experts, with a gated delta net, and with a window
+beside layers with other heads."""
+
+
 def _kind_keys(
-    dense_layers: Collection[int],
-    delta_layers: Collection[int],
+    layers_by_kind: LayersByKind,
     hybrid_pattern: str,
     layers: Iterable[int],
-) -> list[tuple[bool, bool, str]]:
+) -> list[tuple[bool, bool, bool, str]]:
     """Return `ModelConfig.kind_keys` of a model with these fields."""
-    dense = {*dense_layers}
-    delta = {*delta_layers}
+    dense, delta, windowed = (frozenset(numbers) for numbers in layers_by_kind)
     letters = dict(enumerate(hybrid_pattern))
-    return [(number in dense, number in delta, letters.get(number, "")) for number in layers]
+    return [
+        (number in dense, number in delta, number in windowed, letters.get(number, ""))
+        for number in layers
+    ]
 
 
 # a search for layouts counts the same layers for each
 @lru_cache(maxsize=1024)
 def _count_alike(
-    dense_layers: tuple[int, ...],
-    delta_layers: tuple[int, ...],
+    layers_by_kind: LayersByKind,
     hybrid_pattern: str,
     layers: range | tuple[int, ...],
 ) -> Sequence[tuple[int, int]]:
     """Return, for each kind of layer, the last of `layers` that is of it, which stands for all of
     them, and how many are."""
-    kinds = _kind_keys(dense_layers, delta_layers, hybrid_pattern, layers)
+    kinds = _kind_keys(layers_by_kind, hybrid_pattern, layers)
     examples = dict(zip(kinds, layers, strict=True))
     return [(examples[kind], count) for kind, count in Counter(kinds).items()]
 

@@ -58,6 +58,10 @@ def with_idle_keys_reset(model: ModelConfig) -> ModelConfig:
         reset["qk_norm_over"] = "head"
     if model.positions != "rope":
         reset["rope_base"] = _default_of("rope_base")
+    if model.global_head_dim == model.head_dim:
+        reset["global_head_dim"] = 0
+    if model.global_kv_heads == model.kv_heads:
+        reset["global_kv_heads"] = 0
     # An empty list says the same.
     if model.window_layers == tuple(range(model.layers)):
         reset["window_layers"] = ()

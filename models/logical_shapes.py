@@ -21,6 +21,12 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | dict(head_shapes(model))
 
 
+def is_never_trained(name: str) -> bool:
+    """Return True for the logical name of a tensor that no run trains: the number of a layer
+    (`ModelConfig.layer_scalar`), which begins at 1."""
+    return name.endswith(".scalar")
+
+
 def shapes_before_layers(model: ModelConfig) -> NamedShapes:
     """Yield the tensors in front of the first layer."""
     yield "embedding.weight", (model.vocab, model.hidden)
@@ -65,6 +71,8 @@ def layer_shapes(model: ModelConfig, with_experts: bool = True) -> NamedShapes:
             yield from _mamba(model)
         else:
             yield from _attention(model)
+    if model.layer_scalar:
+        yield "scalar", (1,)
     if not model.has_feed_forward:
         return
     if not model.shared_norm:
@@ -159,7 +167,10 @@ def _queries_keys_values(model: ModelConfig) -> NamedShapes:
     head_dim = model.head_dim
     query_rows = model.heads * head_dim
     kv_rows = model.kv_heads * head_dim
-    for name, rows in (("query", query_rows), ("key", kv_rows), ("value", kv_rows)):
+    projected = {"query": query_rows, "key": kv_rows}
+    if not model.global_key_as_value:
+        projected["value"] = kv_rows
+    for name, rows in projected.items():
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.attention_gate:
         yield from _linear("attention.gate", query_rows, model.hidden, model.qkv_bias)

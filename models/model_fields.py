@@ -62,18 +62,19 @@ def _named(gated: bool) -> str:
 
 def default_embedding_scale(fields: Fields) -> float:
     """Return the factor of the embeddings: 1, for Gemma the square root of hidden."""
-    if fields["family"] in ("gemma2", "gemma3"):
+    if fields["family"] in ("gemma2", "gemma3", "gemma4"):
         return fields["hidden"] ** 0.5
     return 1.0
 
 
 def default_attention_scalar(fields: Fields) -> float:
-    """Return the number by whose square root scores are divided: the width of a head.
+    """Return the number by whose square root scores are divided: the width of a head, for Gemma 4,
+    whose queries and keys are normalized, 1.
 
     In latent attention YaRN also multiplies scores by the square of a factor, as in DeepSeek-V2.
     Under muP scores are multiplied by sqrt(mup_base_head_dim) / head_dim.
     """
-    scalar = float(fields["head_dim"])
+    scalar = 1.0 if fields["family"] == "gemma4" else float(fields["head_dim"])
     if fields["latent"]:
         # Scores are divided by the root of this: a square of the factor is its fourth power here.
         scalar = fields["head_dim"] / score_factor(fields["rope_scaling"]) ** 4
@@ -109,6 +110,7 @@ class ModelFields(BaseModel):
         "olmo3",
         "gemma2",
         "gemma3",
+        "gemma4",
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",
@@ -167,6 +169,31 @@ class ModelFields(BaseModel):
         description=(
             "Width of one attention head; default, and if 0: model.hidden / model.heads; with "
             "model.latent the width of a query, rope_dim + nope_dim."
+        ),
+    )
+    global_head_dim: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description=(
+            "Width of one attention head in layers without the sliding window, beside "
+            "model.window_layers that have it; 0: model.head_dim."
+        ),
+    )
+    global_kv_heads: int = Field(
+        default=0,
+        ge=0,
+        le=65_536,
+        description=(
+            "Number of key and value heads in layers without the sliding window, beside "
+            "model.window_layers that have it; 0: model.kv_heads."
+        ),
+    )
+    global_key_as_value: bool = Field(
+        default=False,
+        description=(
+            "Layers without the sliding window have no projection to values: a value is its key "
+            "before model.qk_norm and rotary positions."
         ),
     )
     delta_net: DeltaNet = Field(
@@ -233,6 +260,7 @@ class ModelFields(BaseModel):
             gpt_neox="gelu_exact",
             gemma2="geglu",
             gemma3="geglu",
+            gemma4="geglu",
             gpt_oss="swiglu_clamped",
             nemotron_h="relu2",
             arcee="relu2",
@@ -243,8 +271,8 @@ class ModelFields(BaseModel):
             f"Feed-forward: with a gate {_named(gated=True)}, without {_named(gated=False)}; relu2 "
             "is the square of relu, geglu and gelu are in the tanh approximation, xielu learns two "
             "numbers for each layer; default: swiglu, for gpt2 gelu, for gpt_neox gelu_exact, for "
-            "gemma2 and gemma3 geglu, for gpt_oss swiglu_clamped, for nemotron_h, arcee and "
-            "nanochat relu2, for apertus xielu."
+            "gemma2, gemma3 and gemma4 geglu, for gpt_oss swiglu_clamped, for nemotron_h, arcee "
+            "and nanochat relu2, for apertus xielu."
         ),
     )
     swiglu_alpha: float = Field(
@@ -318,12 +346,13 @@ class ModelFields(BaseModel):
             olmo3="after",
             gemma2="around",
             gemma3="around",
+            gemma4="around",
             exaone4="after",
         ),
         description=(
             "Norms of each branch, attention and feed-forward: before it, after it (on its output, "
             "before the residual addition), or both (around); default: before, for olmo2, olmo3 "
-            "and exaone4 after, for gemma2 and gemma3 around."
+            "and exaone4 after, for gemma2, gemma3 and gemma4 around."
         ),
     )
     norm_unit_offset: bool = Field(
@@ -342,6 +371,7 @@ class ModelFields(BaseModel):
             olmo2=True,
             olmo3=True,
             gemma3=True,
+            gemma4=True,
             olmoe=True,
             minimax_m2=True,
             dots1=True,
@@ -351,7 +381,7 @@ class ModelFields(BaseModel):
         ),
         description=(
             "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
-            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2, dots1, exaone4, "
+            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, gemma4, olmoe, minimax_m2, dots1, exaone4, "
             "nanochat and apertus."
         ),
     )
@@ -360,6 +390,12 @@ class ModelFields(BaseModel):
         description=(
             "Features that model.qk_norm takes together: those of one head, or of all heads; "
             "default: head, for olmo2, olmo3, olmoe and minimax_m2 all."
+        ),
+    )
+    value_norm: bool = Field(
+        default_factory=by_family(False, gemma4=True),
+        description=(
+            "RMSNorm without a weight on the values of each head; default: true for gemma4."
         ),
     )
     # The residual stream.
@@ -383,6 +419,13 @@ class ModelFields(BaseModel):
         description=(
             "Factor of the output of each branch, attention and feed-forward, before it is added "
             "to the residual stream (Granite's residual_multiplier)."
+        ),
+    )
+    layer_scalar: bool = Field(
+        default_factory=by_family(False, gemma4=True),
+        description=(
+            "The residual stream after each layer is multiplied by a number of the layer, which "
+            "begins at 1 and is not trained; default: true for gemma4."
         ),
     )
     # Positions.
@@ -413,7 +456,8 @@ class ModelFields(BaseModel):
         strict=False,
         description=(
             'Scaling of rotary positions to longer sequences, such as {kind = "linear", factor = '
-            "2.0}; kinds: none, linear, dynamic, llama3 and yarn, with Hugging Face's keys."
+            "2.0}; kinds: none, linear, dynamic, llama3, yarn and proportional, with Hugging "
+            "Face's keys."
         ),
     )
     window_rope_base: float = Field(
@@ -438,9 +482,9 @@ class ModelFields(BaseModel):
         gt=0,
         description=(
             "Attention scores are divided by the square root of this number; default: "
-            "model.head_dim, times model.head_dim / model.mup_base_head_dim if that is given; with "
-            "model.latent and rope_scaling.mscale_all_dim this divided by the fourth power of "
-            "yarn's factor."
+            "model.head_dim, for gemma4 1, times model.head_dim / model.mup_base_head_dim if that "
+            "is given; with model.latent and rope_scaling.mscale_all_dim this divided by the "
+            "fourth power of yarn's factor."
         ),
     )
     attention_sinks: bool = Field(
@@ -528,6 +572,7 @@ class ModelFields(BaseModel):
             gpt2=True,
             gemma2=True,
             gemma3=True,
+            gemma4=True,
             youtu=True,
             smollm3=True,
             ernie4_5=True,
@@ -535,7 +580,7 @@ class ModelFields(BaseModel):
         ),
         description=(
             "The output head shares the weight of the embedding; default: true for gpt2, "
-            "gemma2, gemma3, youtu, smollm3, ernie4_5 and cohere2."
+            "gemma2, gemma3, gemma4, youtu, smollm3, ernie4_5 and cohere2."
         ),
     )
     # Experts. Losses and corrections keep their loads balanced.
@@ -693,8 +738,8 @@ class ModelFields(BaseModel):
         default_factory=default_embedding_scale,
         gt=0,
         description=(
-            "Factor of the embeddings, rounded to their dtype; default: 1, for gemma2 and gemma3 "
-            "the square root of model.hidden."
+            "Factor of the embeddings, rounded to their dtype; default: 1, for gemma2, gemma3 and "
+            "gemma4 the square root of model.hidden."
         ),
     )
     embedding_grad_scale: float = Field(

@@ -378,6 +378,28 @@ def _gemma3_large(
     return _gemma3(layers, hidden, ffn, heads, kv_heads, vocab=262208, **long_texts, **changes)
 
 
+def _gemma4(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    global_kv_heads: int,
+) -> Sizes:
+    """Return a dense text model of Gemma 4 whose layers without the window have wider heads, of
+    which each is key and value."""
+    changes = {
+        "family": "gemma4",
+        "global_head_dim": 512,
+        "global_kv_heads": global_kv_heads,
+        "global_key_as_value": True,
+        "window": 1024,
+        "max_positions": 262144,
+        "rope_scaling": {"kind": "proportional", "fraction": 0.25},
+        "final_softcap": 30.0,
+    }
+    return _gemma3(layers, hidden, ffn, heads, heads // 2, **changes)
+
+
 def _deepseek(
     family: str,
     layers: int,
@@ -657,6 +679,8 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "gemma3-4b": _gemma3_large(34, 2560, 10240, 8),
         "gemma3-12b": _gemma3_large(48, 3840, 15360, 16),
         "gemma3-27b": _gemma3_large(62, 5376, 21504, 32, head_dim=128, attention_scalar=168.0),
+        "gemma4-12b": _gemma4(48, 3840, 15360, 16, global_kv_heads=1),
+        "gemma4-31b": _gemma4(60, 5376, 21504, 32, global_kv_heads=4),
         # layers, experts
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),

@@ -32,6 +32,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         "truncate",
         "query_beta",
     ),
+    "proportional": ("factor", "fraction"),
 }
 
 
@@ -44,17 +45,18 @@ class RopeScaling(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn", "proportional"] = Field(
         default="none",
         description=(
-            "linear: all pairs; dynamic: the base, by the length of the sequence; others: slow"
+            "linear: all pairs; dynamic: the base, by the length of the sequence; proportional: "
+            "all pairs, and the slowest do not turn; others: slow"
         ),
     )
     factor: float = Field(default=1.0, ge=1, description="how many times longer sequences may be")
     original_max_position_embeddings: int = Field(
         default=0,
         ge=0,
-        description="longest sequence that the model was first trained on; all kinds but linear",
+        description="longest sequence that the model was first trained on; dynamic, llama3, yarn",
     )
     low_freq_factor: float = Field(
         default=1.0, gt=0, description="llama3: wavelengths above original / this: stretched"
@@ -84,6 +86,16 @@ class RopeScaling(BaseModel):
         description=(
             "llama3, yarn: queries times 1 + this * ln(1 + n), where n original lengths lie before "
             "them; Hugging Face's llama_4_scaling_beta"
+        ),
+    )
+
+    fraction: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description=(
+            "proportional: fraction of the pairs that turn, the fastest; Hugging Face's "
+            "partial_rotary_factor"
         ),
     )
 

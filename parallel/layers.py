@@ -336,7 +336,10 @@ def _initial_values(
     has_padding = any(part.padded != part.local for part in parts)
     if context.blank and parts[0].local and not has_padding:
         rows = sum(part.local[0] for part in parts)
-        return undefined.expand(rows, *parts[0].local[1:])
+        shape = (rows, *parts[0].local[1:])
+        # One number shares its memory with no other, and its bytes can be read by its stride.
+        if prod(shape) > 1:
+            return undefined.expand(shape)
     slices = []
     for part in parts:
         padded = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)

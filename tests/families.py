@@ -106,6 +106,17 @@ MINISTRAL_YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 5,
 }
+# its root is exact: transformers rounds the factor of embeddings to its default dtype
+THEIR_GEMMA4: dict[str, Any] = {
+    "hidden_size": 36,
+    "head_dim": 10,
+    "global_head_dim": 16,
+    "sliding_window": 3,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+OUR_GEMMA4: dict[str, Any] = {"hidden": 36, "head_dim": 10}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 9, "kv_lora_rank": 14, "qk_rope_head_dim": 4}
 # even where transformers views pairs as complex numbers
 LATENT |= {
@@ -288,6 +299,31 @@ CASES: dict[str, Case] = {
             "window_rope_base": 7.0,
             "rope_scaling": {"kind": "linear", "factor": 2.0},
         },
+    ),
+    "gemma4": Case(
+        "gemma4_text",
+        {**THEIR_GEMMA4, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"final_logit_softcapping": 1.5}
+        | {
+            "rope_parameters": {
+                "full_attention": {**PROPORTIONAL, "rope_theta": 50.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+            }
+        },
+        {**OUR_GEMMA4, "window": 3, "window_layers": (0,), "global_head_dim": 16}
+        | {"global_kv_heads": 1, "global_key_as_value": True, "final_softcap": 1.5}
+        | {"rope_base": 50.0, "window_rope_base": 7.0}
+        | {"rope_scaling": {"kind": "proportional", "factor": 2.0, "fraction": 0.5}},
+    ),
+    "gemma4 of whole layers, biased": Case(
+        "gemma4_text",
+        {**THEIR_GEMMA4, "layer_types": ["full_attention"] * 2, "attention_bias": True}
+        | {"attention_k_eq_v": True, "num_key_value_heads": 4, "tie_word_embeddings": False}
+        | {"rope_parameters": {"full_attention": {**PROPORTIONAL, "rope_theta": 50.0}}},
+        {**OUR_GEMMA4, "head_dim": 16, "kv_heads": 4, "global_key_as_value": True}
+        | {"qkv_bias": True, "output_bias": True, "rope_base": 50.0, "tied": False}
+        | {"rope_scaling": {"kind": "proportional", "fraction": 0.5}},
     ),
     "deepseek_v2": Case(
         "deepseek_v2",

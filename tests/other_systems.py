@@ -57,6 +57,19 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
+_GEMMA4 = {
+    **{key: value for key, value in _LLAMA.items() if key != "hidden_act"},
+    # its root is exact: transformers rounds it to the default dtype, whatever that is in a test
+    "hidden_size": 36,
+    "head_dim": 6,
+    "global_head_dim": 10,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 9,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    "final_logit_softcapping": 2.5,
+}
 _LATENT = {
     **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -329,6 +342,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_theta": 5e5,
     },
+    "gemma4_text": {"model_type": "gemma4_text", **_GEMMA4},
+    # of other layers than in turn, whose keys are no values
+    "gemma4_unified_text": {
+        "model_type": "gemma4_unified_text",
+        **_GEMMA4,
+        "attention_k_eq_v": False,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
     "iquestcoder": {"model_type": "iquestcoder", **_LLAMA, "rope_theta": 5e5},
     "internlm3": {"model_type": "internlm3", **_LLAMA, "tie_word_embeddings": True},
     "seed_oss": {
@@ -486,6 +509,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+# Numbers of a model of transformers that stand in buffers, by the ends of their names.
+BUFFERS = ("e_score_correction_bias", "layer_scalar")
 # Parallel residual, norms after branches, soft caps, weights of norms that begin at 0, decays of
 # each feature of a key.
 WITHOUT_MEGATRON = {
@@ -511,6 +536,8 @@ WITHOUT_MEGATRON = {
     "nanochat",
     "apertus",
     "ministral3",
+    "gemma4_text",
+    "gemma4_unified_text",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.

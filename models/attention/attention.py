@@ -72,14 +72,16 @@ class Attention(nn.Module):
         stack = [
             Rows(f"{name}.query", width, heads=config.heads),
             Rows(f"{name}.key", kv_width, kv_shards, config.kv_heads),
-            Rows(f"{name}.value", kv_width, kv_shards, config.kv_heads),
         ]
+        if not config.global_key_as_value:
+            stack.append(Rows(f"{name}.value", kv_width, kv_shards, config.kv_heads))
+        num_heads = len(stack)
         if config.attention_gate:
             stack.append(Rows(f"{name}.gate", width, heads=config.heads))
         widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
-        # Of query, key and value, and of the gate after them.
-        self.local_widths = widths[:3]
-        self.gate_width = sum(widths[3:])
+        # Of query, key and value, or of query and key alone, and of the gate after them.
+        self.local_widths = widths[:num_heads]
+        self.gate_width = sum(widths[num_heads:])
         self.qkv = ColumnParallelLinear(
             context,
             config.hidden,
@@ -90,6 +92,9 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.query_norm = self._make_qk_norm(stack[0])
             self.key_norm = self._make_qk_norm(stack[1])
+        self.value_norm: RMSNorm | None = None
+        if config.value_norm:
+            self.value_norm = self._make_value_norm()
         # Parameters lie in the optimizer's buffers in the order in which they are made.
         self.output = RowParallelLinear(
             context,
@@ -127,6 +132,17 @@ class Attention(nn.Module):
             differs_over_tp=True,
             offset=offset,
             weighted=config.norm_weight,
+        )
+
+    def _make_value_norm(self) -> RMSNorm:
+        """Return the norm of each head's value, which has no weight."""
+        return RMSNorm(
+            self.context,
+            self.config.head_dim,
+            name=f"{self.name}.value_norm",
+            eps=self.config.norm_eps,
+            differs_over_tp=True,
+            weighted=False,
         )
 
     def key_value_shape(self) -> tuple[int, int]:
@@ -190,7 +206,9 @@ class Attention(nn.Module):
         config = self.config
         norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
         norms_each_head = config.qk_norm and not norms_all_heads
-        query, key, value = projected.split(self.local_widths, -1)
+        query, key, *values = projected.split(self.local_widths, -1)
+        # The same projection: what follows makes a key and a value of it.
+        value = values[0] if values else key
         if norms_all_heads:
             query = self.query_norm(query)
             key = self.key_norm(key)
@@ -199,6 +217,8 @@ class Attention(nn.Module):
         if norms_each_head:
             query = self.query_norm(query)
             key = self.key_norm(key)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
         if rotary is not None:
             cosine, sine, *factors = rotary
             query = Rotate.apply(query, cosine, sine, self.context.leaves)
@@ -218,12 +238,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return query, key and value as `_split_heads` does, computed as one region.
 
-        None if regions are not wanted, or a norm of heads or factors of queries cannot be part of
-        one.
+        None if regions are not wanted, or a norm of heads, factors of queries, or values of their
+        own kind cannot be part of one.
         """
         leaves = self.context.leaves
         has_factors = self.config.rope_scaling.query_beta > 0
-        if not leaves.by_region or has_factors:
+        makes_values = self.config.value_norm or self.config.global_key_as_value
+        if not leaves.by_region or has_factors or makes_values:
             return None
         norm_rule = None
         query_weight = None

@@ -144,6 +144,15 @@ def _dynamic(scaling: RopeScaling, base: float, dims: int, length: int) -> Tenso
     return _plain(base * base_factor**exponent, dims)
 
 
+def _proportional(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    """Return the frequencies of which the slowest are 0, as in transformers'
+    `_compute_proportional_rope_parameters`, which rounds down twice."""
+    turning = int(scaling.fraction * dims // 2)
+    frequencies = _plain(base, dims) / scaling.factor
+    frequencies[turning:] = 0
+    return frequencies
+
+
 def _llama3(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
     plain = _plain(base, dims)
     return _blend(plain, scaling.factor, _slowness_by_wavelength(scaling, plain))
@@ -159,6 +168,7 @@ FREQUENCIES: Mapping[str, Callable[[RopeScaling, float, int, int], Tensor]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "proportional": _proportional,
 }
 """The frequencies by `RopeScaling.kind`, of (scaling, base, dims, length)."""
 

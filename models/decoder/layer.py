@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
-from parallel.norms import LayerNorm, RMSNorm
+from parallel.norms import LayerNorm, RMSNorm, vector
 
 if TYPE_CHECKING:
     from models.feed_forward.moe import MixtureOfExperts
@@ -66,6 +66,7 @@ class DecoderLayer(nn.Module):
     of `config.hybrid_pattern` has one branch alone: attention, a Mamba-2 mixer, a feed-forward or
     experts.
 
+    The sum is multiplied by a number of the layer, which is not trained, if `config.layer_scalar`.
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
     The residual stream x, input and output, has its own dtype; the branches compute in the dtype of
     products.
@@ -91,6 +92,11 @@ class DecoderLayer(nn.Module):
             self.attention_norm = self._make_norm("attention_norm", before)
             self.attention = attention(config, context, f"{name}.{config.mixer}", layer)
             self.attention_post_norm = self._make_norm("attention_post_norm", after)
+        # Frozen before an optimizer is made, like what `models.decoder.frozen` freezes.
+        self.scalar: nn.Parameter | None = None
+        if config.layer_scalar:
+            self.scalar = vector(context, f"{name}.scalar", 1, 1.0)
+            self.scalar.requires_grad_(False)
         self.mlp: MLP | MixtureOfExperts | None = None
         if config.has_feed_forward:
             self.mlp_norm = self._make_norm("mlp_norm", before and not config.shared_norm)
@@ -117,6 +123,17 @@ class DecoderLayer(nn.Module):
         """
         # of the first pass and of a recomputed one, which may run beside another micro-batch's
         note_microbatch(self.context.fp8, microbatch)
+        added = self._add_branches(x, rotary, microbatch, attn_mask)
+        return added if self.scalar is None else added * self.scalar.to(added.dtype)
+
+    def _add_branches(
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None,
+    ) -> Tensor:
+        """Return the residual stream x with the branches added."""
         # As in InternEvo: the next layer drops its input, to which these branches were added,
         # so the last layer's sum is not dropped.
         drops_stream = self.config.dropout_at == "stream"

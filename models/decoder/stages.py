@@ -23,6 +23,7 @@ Logical names, the same for every layout:
         layers.N.mlp.shared.gate|up|down.weight
         layers.N.mlp.shared_gate.weight [1, hidden]
     layers.N.mlp_post_norm.weight
+    layers.N.scalar [1], which is not trained (layer_scalar)
     final_norm.weight|bias
     head.weight [vocab, hidden] (a tied head is embedding.weight)
     mtp.N.embedding_norm|hidden_norm|final_norm.weight|bias
@@ -30,7 +31,7 @@ Logical names, the same for every layout:
     mtp.N.attention_norm and so on as of layers
 
 A model without `norm_weight` has none of the weights of these norms, one with `shared_norm` no
-mlp_norm.
+mlp_norm. A layer without the window has no attention.value with `global_key_as_value`.
 
 Multi-head latent attention has in layers.N.attention, instead of query, key and value:
 
@@ -551,12 +552,14 @@ class Stage(nn.Module):
         config = self.config
         scaling = config.rope_scaling
         base = config.rope_base
+        dims = config.unwindowed.rotary_dims
         # Within a window positions are never far apart, so that its angles need no scaling.
         if windowed:
             scaling = RopeScaling()
             base = config.window_rope_base
+            dims = config.rotary_dims
         dtype = self.context.plan.buffers
-        tables = rotary_tables(scaling, base, config.rotary_dims, length, dtype)
+        tables = rotary_tables(scaling, base, dims, length, dtype)
         if scaling.query_beta:
             return *tables, query_factors(scaling, length, dtype)
         return tables

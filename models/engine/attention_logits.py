@@ -86,8 +86,14 @@ class AttentionLogits:
             return None
         factors: dict[str, Tensor] = {}
         for name, of_heads in zip(self._names, largest, strict=True):
-            factors |= clip_factors(self._config, self._clip, name, of_heads)
+            of_layer = self._config.kind_of_layer(self._layer_of(name))
+            factors |= clip_factors(of_layer, self._clip, name, of_heads)
         return RowFactors(factors)
+
+    def _layer_of(self, name: str) -> int:
+        """Return the number of the layer of an attention. Modules of multi-token prediction are as
+        the last."""
+        return min(layer_number(name, self._config), self._config.layers - 1)
 
     def read(self, report: StepReport) -> StepReport:
         """Return the report of a step, whose last further numbers are those of `largest`, with them
@@ -107,6 +113,7 @@ def clip_factors(
 ) -> dict[str, Tensor]:
     """Return the factors of the rows of one attention's weights, by logical name.
 
+    config: of its layer (`ModelConfig.kind_of_layer`).
     name: the logical name of the attention.
     largest: the largest logit of each head, [heads].
     """

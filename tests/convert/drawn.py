@@ -6,7 +6,9 @@ from typing import Any
 from tools.convert.hf.families import FAMILIES
 
 LONGEST = 40
-BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss")  # families whose layers have a type
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+# families whose layers have a type
+BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss", *GEMMA4)
 LAYERS_OF_QWEN = ("qwen2", "qwen3", "qwen2_moe")
 GATED_BIASES = (
     "llama",
@@ -33,6 +35,7 @@ GATED_BIASES = (
     "cohere2",
     "nanochat",
     "apertus",
+    *GEMMA4,
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_linear")
 WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
@@ -58,6 +61,7 @@ OWN_WIDTH = (
     "nanochat",
     "apertus",
     "ministral3",
+    *GEMMA4,
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -132,9 +136,26 @@ def _of_one_family(dice: Random, kind: str, config: dict[str, Any]) -> dict[str,
         return {"layer_norm_eps": eps, "logit_scale": dice.choice((0.0625, 0.3, 2.0))}
     if kind == "nanochat":
         return {"final_logit_softcapping": dice.choice((None, 15.0, 2.0))}
+    if kind in GEMMA4:
+        return _gemma4(dice, config)
     if kind == "minimax_m2":
         return {"rotary_dim": config["head_dim"] // dice.choice((1, 2))}
     return {}
+
+
+def _gemma4(dice: Random, config: dict[str, Any]) -> dict[str, Any]:
+    """Return parts that some models of Gemma 4 have, and heads of layers without the window."""
+    keys = {
+        "hidden_size_per_layer_input": dice.choice((0, 0, 0, 0, 0, 6)),
+        "final_logit_softcapping": dice.choice((None, 2.0)),
+        "attention_k_eq_v": dice.random() < 0.5,
+        "num_global_key_value_heads": dice.choice((None, 1, config["num_key_value_heads"])),
+        "global_head_dim": dice.choice((4, 8, 12, 16)),
+        "use_bidirectional_attention": dice.choice((None, "vision")),
+    }
+    if config["model_type"] == "gemma4_unified_text":
+        del keys["hidden_size_per_layer_input"]
+    return keys
 
 
 def _divides_by_zero(config: dict[str, Any]) -> bool:
@@ -162,7 +183,7 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
 
 def _factors(dice: Random, kind: str) -> dict[str, Any]:
     """Return factors of scores, and Granite's others."""
-    if kind.startswith("gemma"):
+    if kind in ("gemma2", "gemma3_text"):
         return {"query_pre_attn_scalar": dice.randint(3, 20)}
     if not kind.startswith("granite"):
         return {}
@@ -311,6 +332,9 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     types = [dice.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
     if dice.random() < 0.3:
         types = [dice.choice(("full_attention", "sliding_attention"))] * layers
+    if kind in GEMMA4:
+        # Its class gives the last layer none, whatever the file says.
+        types[-1] = "full_attention"
     if kind in BY_TYPE:
         return {"sliding_window": window, "layer_types": types}
     if kind in ("mistral", "mixtral", "phi3", "ministral3"):
@@ -419,6 +443,13 @@ def _rope(dice: Random, kind: str) -> dict[str, Any]:
         scaled = scaling if scaling and ORIGINAL in scaling else MINISTRAL_YARN
         beta = {"llama_4_scaling_beta": dice.choice((0, 0.1, 0.8))}
         return dice.choice(({"rope_parameters": {"rope_theta": base, **scaled, **beta}}, {}))
+    if kind in GEMMA4:
+        part = {"partial_rotary_factor": dice.choice((0.25, 0.5, 1.0))}
+        proportional = {"rope_type": "proportional", "rope_theta": base, **part}
+        plain = {"rope_type": "default", "rope_theta": base}
+        beside = {"rope_type": "default", "rope_theta": dice.choice((base, 30.0))}
+        tables = {"full_attention": dice.choice((proportional, plain)), "sliding_attention": beside}
+        return dice.choice(({"rope_parameters": tables}, {}))
     if kind in ("gemma3_text", "olmo3"):
         full = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
         beside = {"rope_type": "default", "rope_theta": dice.choice((base, 30.0))}

@@ -19,11 +19,13 @@ NO_SIZE = "query_pre_attn_scalar"  # a number that may have a fraction
 # 0 is none of them, or changes nothing in a model of that kind
 MAY_BE_ZERO = {
     "first_k_dense_replace",
+    "hidden_size_per_layer_input",
     "max_window_layers",
     "mtp_num_hidden_layers",
     "num_mtp_layers",
     "num_mtp_modules",
     "num_nextn_predict_layers",
+    "num_kv_shared_layers",
 }
 IDLE_AT_ZERO = {
     ("qwen2_moe", "num_experts"),

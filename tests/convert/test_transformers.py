@@ -14,6 +14,7 @@ from megaprec.tokens.indexed import IndexedWriter
 from tests.models.test_families import corrections, counting, float32_is_float64
 from tests.other_systems import (
     BACK_FROM_MEGATRON,
+    BUFFERS,
     CONFIGS,
     FOR_MEGATRON,
     LLAMA_FROM_MEGATRON,
@@ -59,6 +60,8 @@ def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **change
         for name, values in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 values.normal_(0.0, 0.1)
+            if name.endswith("layer_scalar"):
+                values.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -71,10 +74,8 @@ def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(
     theirs(tmp_path / "hf", kind)
     source = open_source(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    corrections = [
-        values for name, values in model.named_buffers() if name.endswith("e_score_correction_bias")
-    ]
-    count = sum(values.numel() for values in (*model.parameters(), *corrections))
+    buffers = [values for name, values in model.named_buffers() if name.endswith(BUFFERS)]
+    count = sum(values.numel() for values in (*model.parameters(), *buffers))
     assert sum(torch.Size(shape).numel() for shape in source.shapes.values()) == count
 
 
@@ -180,7 +181,7 @@ def check_comes_back(kind: str, tmp_path: Path) -> Any:
     others = model.state_dict()
     assert all(torch.equal(ours[name], others[name]) for name in others)
     keys = ("layer_types", "sliding_window", "query_pre_attn_scalar", "attention_bias")
-    for key in (*keys, "logit_scale", "final_logit_softcapping"):
+    for key in (*keys, "logit_scale", "final_logit_softcapping", "attention_k_eq_v"):
         assert getattr(again.config, key, None) == getattr(model.config, key, None), key
     # a Nemotron-H has no rotary positions
     rotary = _flat(getattr(model.config, "rope_parameters", {}))
@@ -322,6 +323,8 @@ TRAINED = (
         "olmo2",
         "olmo3",
         "gemma3_text",
+        "gemma4_text",
+        "gemma4_unified_text",
         "deepseek_v2",
         "deepseek_v3",
         "gemma2",

@@ -22,6 +22,7 @@ FAMILIES = (
     "olmo3 yarn",
     "gemma2",
     "gemma3",
+    "gemma4",
     "deepseek_v2",
     "deepseek_v3 yarn",
     "gpt_oss",

@@ -22,6 +22,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "norm_at": ("before", "after", "around"),
     "norm_unit_offset": (True, False),
     "qk_norm": (True, False),
+    "value_norm": (True, False),
+    "layer_scalar": (True, False),
+    "global_head_dim": (0, 8),
+    "global_kv_heads": (0, 1, 4),
+    "global_key_as_value": (True, False),
     "qk_norm_over": ("head", "all"),
     "parallel_residual": (True, False),
     "shared_norm": (True, False),
@@ -75,6 +80,7 @@ SCALINGS: tuple[dict[str, Any], ...] = (
     },
     {"kind": "yarn", "factor": 2.0, "beta_slow": 0.5, "attention_factor": 1.3, **SHORT},
     {"kind": "yarn", "factor": 2.0, "query_beta": 0.7, **SHORT},
+    {"kind": "proportional", "factor": 2.0, "fraction": 0.5},
 )
 
 

@@ -93,6 +93,9 @@ AFTER = {
 }
 AROUND = {"pre_feedforward_layernorm": "mlp_norm", **AFTER}
 NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND, "exaone4": AFTER}
+NORMS["gemma4_text"] = AROUND
+# What stands in buffers there, by the ends of their names.
+BUFFERS = {"e_score_correction_bias": "mlp.router.correction", "layer_scalar": "scalar"}
 
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,8 +189,8 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
                     f"{layer}mlp.experts.{n}.gate.weight": gate,
                     f"{layer}mlp.experts.{n}.up.weight": up,
                 }
-        elif kind == "e_score_correction_bias":
-            ours[f"{layer}mlp.router.correction"] = tensor
+        elif kind in BUFFERS:
+            ours[f"{layer}{BUFFERS[kind]}"] = tensor
         elif name == "mlp.experts.down_proj":
             ours |= {
                 f"{layer}mlp.experts.{n}.down.weight": expert for n, expert in enumerate(tensor)
@@ -402,7 +405,16 @@ def their_model(case: Case) -> nn.Module:
             correction.copy_(
                 0.1 * torch.randn(correction.shape, generator=generator, dtype=torch.float64)
             )
+        for _, scalar in layer_scalars(model):
+            scalar.copy_(0.5 + torch.rand(1, generator=generator, dtype=torch.float64))
     return model
+
+
+def layer_scalars(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers by which layers of Gemma 4 are multiplied, and which are not trained."""
+    return [
+        (name, values) for name, values in model.named_buffers() if name.endswith(".layer_scalar")
+    ]
 
 
 def corrections(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -464,9 +476,8 @@ def their_step(
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss + further).backward()
     parameters = dict(model.named_parameters())
-    weights = logical(
-        model.config, {name: p.detach() for name, p in (*parameters.items(), *corrections(model))}
-    )
+    loaded = (*parameters.items(), *corrections(model), *layer_scalars(model))
+    weights = logical(model.config, {name: tensor.detach() for name, tensor in loaded})
     grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()
     }

@@ -60,6 +60,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"family": "olmo3", **SIZES},
     "gemma2": {"family": "gemma2", **SIZES},
     "gemma3": {"family": "gemma3", **SIZES},
+    "gemma4": {
+        "family": "gemma4",
+        **SIZES,
+        "kv_heads": 2,
+        "global_head_dim": 48,
+        "global_kv_heads": 1,
+        "global_key_as_value": True,
+        "window": 32,
+        "window_layers": (0,),
+        "window_rope_base": 50.0,
+    },
     "deepseek_v3": {
         "family": "deepseek_v3",
         "latent": {

@@ -95,6 +95,9 @@ PUBLISHED = {
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
     # as its published files count, with the corrections of routers
     "kimi-linear-48b-a3b": 49_122_681_728,
+    # with the number of each layer, which transformers does not count; 30.7 B, as its card says
+    "gemma4-12b": 11_907_350_320,
+    "gemma4-31b": 30_697_345_340,
     "seed-oss-36b": 36_151_104_512,
     "smollm3-3b": 3_075_098_624,
     # 1.07 B and 30.95 B without embedding and head, as their card says

@@ -297,6 +297,10 @@ def test_further_layouts_train_what_one_process_trains(layout: tuple[int, int, i
 
 
 def test_what_a_model_with_modules_cannot_have_is_refused_by_name() -> None:
+    hybrid = {"family": "nemotron_h", **SIZES, "layers": 2, "hybrid_pattern": "*-"}
+    assert ModelConfig(**hybrid)
+    with pytest.raises(ValueError, match=sentence("model.hybrid_mtp", mtp_layers=1, last="-")):
+        ModelConfig(**hybrid, mtp_layers=1)
     for wrong, said in (
         (
             {"positions": "learned"},

@@ -24,6 +24,7 @@ from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
+from models.logical_shapes import is_never_trained
 from parallel.context import Context
 from parallel.pipeline.kinds import schedule
 from tests import oracle, runs
@@ -84,6 +85,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "window": 4,
         "window_layers": [0],
         "window_rope_base": 50.0,
+    },
+    "gemma4": {
+        "family": "gemma4",
+        "kv_heads": 2,
+        "head_dim": 6,
+        "global_head_dim": 10,
+        "global_kv_heads": 1,
+        "global_key_as_value": True,
+        "window": 4,
+        "window_layers": [0],
+        "window_rope_base": 50.0,
+        "rope_scaling": {"kind": "proportional", "fraction": 0.5},
     },
     "deepseek_v3": {
         "family": "deepseek_v3",
@@ -186,7 +199,10 @@ def weights_of(config: ModelConfig) -> oracle.Weights:
 
 def one_by_one(config: ModelConfig, share: Share) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the plain model, each document run by itself."""
-    w = {name: value.clone().requires_grad_() for name, value in weights_of(config).items()}
+    w = {
+        name: value.clone().requires_grad_(not is_never_trained(name))
+        for name, value in weights_of(config).items()
+    }
     assert share.mask is not None and share.packing.documents is not None
     total = torch.zeros((), dtype=torch.float64)
     for tokens, targets, mask, documents in zip(

@@ -95,7 +95,9 @@ def test_layer_norms_without_biases_train_the_same_to_the_bit_by_regions() -> No
 def expected(config: ModelConfig) -> set[str]:
     names = set()
     norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
-    if not (config.latent or norms_all_heads or config.rope_scaling.query_beta):
+    makes_values = config.value_norm or config.global_key_as_value
+    alone = config.latent or norms_all_heads or makes_values
+    if not (alone or config.rope_scaling.query_beta):
         names.add("split heads")
     # of a layer's two branches, where it has two
     has_two_branches = not config.hybrid_pattern

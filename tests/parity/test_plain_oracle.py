@@ -53,6 +53,17 @@ BEYOND_TRANSFORMERS = {
         "model.embedding_norm=true",
         "model.mlp=xielu",
     ],
+    "wider heads and keys as values beside windows": [
+        *words_of("llama"),
+        "model.window=5",
+        "model.window_layers=[0]",
+        "model.window_rope_base=50.0",
+        "model.global_head_dim=16",
+        "model.global_kv_heads=1",
+        "model.global_key_as_value=true",
+        "model.value_norm=true",
+        "model.layer_scalar=true",
+    ],
     "layers without positions": [*words_of("qwen3"), "model.nope_layers=[1]"],
     "llama with caps, sinks and gates": [
         *words_of("llama"),

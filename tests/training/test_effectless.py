@@ -181,6 +181,7 @@ model: latent delta_net delta_layers mamba hybrid_pattern
 model: attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
 model: window_rope_base window_layers nope_layers branch_scale logit_divisor expert_bias
 model: router_bias dense_layers dense_ffn shared_experts shared_gate norm_bias norm_weight embedding_norm shared_norm
+model: global_head_dim global_kv_heads global_key_as_value value_norm layer_scalar
 data: source blend tokenizer begin held_out shuffle windows pack reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache chat_template loss_on

@@ -114,8 +114,11 @@ class Updated(StepObserver):
         self._act(buffers)
 
 
-def test_a_run_without_a_fault_proves_all_that_one_process_can(file: Path, tmp_path: Path) -> None:
-    found = taken(file, tmp_path / "run")
+@pytest.mark.parametrize("words", [[], ["model.layer_scalar=true"]])
+def test_a_run_without_a_fault_proves_all_that_one_process_can(
+    words: list[str], file: Path, tmp_path: Path
+) -> None:
+    found = taken(file, tmp_path / "run", *words)
     verdicts = {name: finding.verdict for name, finding in found.items()}
     assert verdicts == {**dict.fromkeys(NAMES, PROVEN), COPIES: NOT_TRIED}
     assert found[COPIES].why == "one rank holds all"

@@ -57,6 +57,7 @@ WEIGHT_SCALE = 0.25
 CORRECTION_SCALE = 0.1
 MOST_REASON = 300  # characters of an error of transformers that are shown
 CORRECTION = "e_score_correction_bias"
+LAYER_SCALAR = ".layer_scalar"  # buffers of Gemma 4
 EMBEDDINGS = ("embed_in", "embed_tokens", "wte", "wpe")  # parts of names in transformers
 Json = Mapping[str, Any]
 
@@ -159,6 +160,8 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
         sizes["num_key_value_heads"] = kv_heads
     if config.get("head_dim") is not None:
         sizes["head_dim"] = head_dim
+    if "global_head_dim" in FAMILIES[config["model_type"]].defaults:
+        sizes |= _global_heads(config, model, kv_heads)
     if model.latent:
         sizes |= _latents(config, model)
     if model.delta_net:
@@ -168,6 +171,24 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     if model.experts:
         sizes |= _expert_sizes(config, model)
     return sizes
+
+
+def _global_heads(config: Json, model: ModelConfig, kv_heads: int) -> dict[str, Any]:
+    """Return wider heads, and one key and value head, of layers without the window where they have
+    heads of their own."""
+    head_dim = next(width for width in count(HEAD, 2) if turns(model, width))
+    own = {
+        "head_dim": 2 * head_dim if model.global_head_dim else head_dim,
+        "num_key_value_heads": 1 if model.global_kv_heads else kv_heads,
+    }
+    if config.get("per_layer_config") is None:
+        return {
+            "global_head_dim": own["head_dim"],
+            "num_global_key_value_heads": own["num_key_value_heads"],
+        }
+    kinds = _layer_kinds(config, model)["layer_types"]
+    without_window = [str(n) for n, kind in enumerate(kinds) if kind == "full_attention"]
+    return {"per_layer_config": dict.fromkeys(without_window, own)}
 
 
 def _delta_net_sizes(model: ModelConfig) -> dict[str, Any]:
@@ -310,7 +331,12 @@ def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
             kinds["layer_types"] = spread(types, layers)
         return kinds
     if types := config.get("layer_types"):
-        return {"layer_types": spread(types, layers)}
+        kinds_of_few = spread(types, layers)
+        # The last layer of a Gemma 4 has no window.
+        if kinds_of_few[-1] != types[-1]:
+            kinds_of_few.remove(types[-1])
+            kinds_of_few.append(types[-1])
+        return {"layer_types": kinds_of_few}
     if model.delta_net:
         # A file may say them by their distance, in which few layers would be of one kind.
         return {"layer_types": spread(layer_types(model), layers)}
@@ -352,8 +378,8 @@ def parameters(config: str) -> int:
     """Return the number of parameters of transformers' model of a config.json, made of tensors
     without memory.
 
-    Corrections of routers count, which are buffers there. Raises UserError if its class makes no
-    model of it, and ImportError without transformers.
+    Corrections of routers and numbers of layers count, which are buffers there. Raises UserError if
+    its class makes no model of it, and ImportError without transformers.
     """
     with quiet_transformers() as transformers:
         try:
@@ -364,8 +390,12 @@ def parameters(config: str) -> int:
                 )
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
-    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)]
-    return sum(tensor.numel() for tensor in (*model.parameters(), *corrections))
+    buffers = [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith((CORRECTION, LAYER_SCALAR))
+    ]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
 
 
 def _no_model(error: Exception) -> UserError:
@@ -453,6 +483,8 @@ def _draw_weights(model: Any) -> None:
         if name.endswith(CORRECTION):
             noise = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
             buffer.copy_(CORRECTION_SCALE * noise)
+        if name.endswith(LAYER_SCALAR):
+            buffer.copy_(0.5 + torch.rand(1, generator=generator, dtype=torch.float64))
 
 
 @contextmanager

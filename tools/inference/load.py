@@ -148,7 +148,8 @@ def _notes(source: Source, tokenizer: Tokenizer | None, file: Path | None) -> It
 def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     """Raise UserError, with the options of the command, for a layout that the model cannot have."""
     widths = model.ffn_widths.values()
-    divides_kv_heads = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    kv_heads = (model.kv_heads, model.global_kv_heads or model.kv_heads)
+    divides_kv_heads = all(count % tensor == 0 or tensor % count == 0 for count in kv_heads)
     divides_widths = all(width % tensor == 0 for width in widths)
     problems = []
     divides_heads = model.heads % tensor == 0 and model.divides_recurrence(tensor)
@@ -158,6 +159,8 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
             f"{model.heads} heads, {model.kv_heads} kv heads and {features} features of the "
             "feed-forward"
         )
+        if model.global_kv_heads:
+            sizes += f" and {model.global_kv_heads} global kv heads"
         if model.mamba:
             sizes += f" and {model.mamba.groups} groups of model.mamba"
         problems.append(

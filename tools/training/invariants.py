@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from models.engine.copies import differing_copies
 from models.engine.engine import Engine
 from models.engine.passes import Share
+from models.logical_shapes import is_never_trained
 from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
@@ -256,6 +257,8 @@ class Invariants:
 
     def _is_frozen(self, name: str) -> bool:
         if self._model.factory:  # which may freeze what it likes
+            return True
+        if is_never_trained(name):
             return True
         return any(fnmatchcase(name, pattern) for pattern in self._config.optimizer.frozen)
 

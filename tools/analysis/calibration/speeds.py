@@ -206,7 +206,8 @@ def _mixer_products(
     if recurrence := kind.delta_net or kind.mamba:
         width = recurrence.projected_width
     else:
-        width = (kind.heads + 2 * kind.kv_heads) * kind.head_dim
+        kv_matrices = 1 if kind.global_key_as_value else 2
+        width = (kind.heads + kv_matrices * kind.kv_heads) * kind.head_dim
     yield tokens, kind.hidden, width / tensor, 1
     if rank := kind.delta_net.gate_rank:
         yield tokens, rank, kind.delta_net.value_width / tensor, 1

@@ -52,8 +52,9 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
         )
     if not model.mamba.divides(shards):
         yield Problem.of("config.canonical_mamba", shards=shards, groups=model.mamba.groups)
-    if model.kv_heads % shards and shards % model.kv_heads:
-        yield Problem.of("config.canonical_kv_heads", shards=shards, kv_heads=model.kv_heads)
+    for kv_heads in dict.fromkeys((model.kv_heads, model.global_kv_heads or model.kv_heads)):
+        if kv_heads % shards and shards % kv_heads:
+            yield Problem.of("config.canonical_kv_heads", shards=shards, kv_heads=kv_heads)
 
 
 def unequal_steps(train: Train) -> Iterator[str]:

@@ -7,7 +7,7 @@ from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.precision.patterns import match_patterns
 from megaprec.tokens.blend_phases import BlendPhases
 from models.config import ModelConfig
-from models.logical_shapes import logical_shapes
+from models.logical_shapes import is_never_trained, logical_shapes
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.data_settings import Data
 from tools.config.tables.settings import LR, Optimizer, Train
@@ -60,5 +60,5 @@ def run_length(lr: LR, train: Train) -> int:
 
 def trained_names(optimizer: Optimizer, model: ModelConfig) -> list[str]:
     """Return the logical names of the parameters that are trained, of a model without a factory."""
-    names = [*logical_shapes(model)]
+    names = [name for name in logical_shapes(model) if not is_never_trained(name)]
     return [name for name in names if not any(match_patterns(optimizer.frozen, [name]))]

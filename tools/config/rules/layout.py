@@ -107,6 +107,8 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
         return
     widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
     sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
+    if model.global_kv_heads:
+        sizes += f" and model.global_kv_heads {model.global_kv_heads}"
     if model.delta_net:
         heads = f"{model.delta_net.key_heads} and {model.delta_net.value_heads} heads"
         sizes += f" and model.delta_net's {heads}"

@@ -110,6 +110,8 @@ def _logits_of_model(optimizer: Optimizer, log: Log, model: ModelConfig) -> Iter
         yield Problem.of("config.logits_factory", key=key, factory=model.factory)
     if optimizer.qk_clip and model.qk_norm:
         yield Problem.of("config.qk_clip_qk_norm", key=key)
+    if optimizer.qk_clip and model.global_key_as_value:
+        yield Problem.of("config.qk_clip_key_as_value", key=key)
 
 
 def _logits_of_parts(optimizer: Optimizer, log: Log, parallel: Parallel) -> Iterator[str]:

@@ -38,9 +38,13 @@ def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
     yield from optional_parts.nvfp4_problems(model)
     if parallel.context > 1:
         yield Problem.of("parallel.nvfp4_context", size=parallel.context)
-    if parallel.tensor > model.kv_heads:
-        copies = parallel.tensor // model.kv_heads
-        heads = f"model.kv_heads = {model.kv_heads}"
+    for key in ("kv_heads", "global_kv_heads"):
+        count = getattr(model, key)
+        # 0: layers without the window have no others
+        if not count or parallel.tensor <= count:
+            continue
+        copies = parallel.tensor // count
+        heads = f"model.{key} = {count}"
         yield Problem.of("parallel.nvfp4_copies", name=heads, copies=copies)
 
 

@@ -426,6 +426,8 @@ def _with_modules(rules: Sequence[NameRule]) -> list[NameRule]:
 
 
 # By the model_type in config.json.
+# A number of each layer, which stands in a buffer there.
+_LAYER_SCALAR = NameRule("model.layers.N.layer_scalar", ("layers.N.scalar",))
 HUGGING_FACE: dict[str, list[NameRule]] = {
     "deepseek_v2": _llama(_shared_experts(), projections=_latents(True)),
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
@@ -449,6 +451,8 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "olmo3": _llama(_gated(), _AFTER),
     "gemma2": _llama(_gated(), _AROUND),
     "gemma3_text": _llama(_gated(), _AROUND),
+    "gemma4_text": _llama([*_gated(), _LAYER_SCALAR], _AROUND),
+    "gemma4_unified_text": _llama([*_gated(), _LAYER_SCALAR], _AROUND),
     "gpt_oss": _llama(_stacked_experts()),
     "mixtral": _llama(_experts("block_sparse_moe", "w1", "w3", "w2")),
     "iquestcoder": _llama(_gated()),

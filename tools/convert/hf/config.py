@@ -36,6 +36,7 @@ _NEWER_FAMILIES = (
     "kimi_linear",
     "ministral3",
     "apertus",
+    "gemma4",
 )
 _NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 

@@ -24,6 +24,7 @@ from tools.convert.hf.experts import (
     LOCAL_EXPERTS,
     experts_of_qwen,
 )
+from tools.convert.hf.gemma4_layers import GEMMA4_LAYERS, GEMMA4_PARTS
 from tools.convert.hf.hybrid_layers import (
     FEED_FORWARDS_OF_HYBRIDS,
     HYBRID_LAYERS,
@@ -538,7 +539,43 @@ _ROUTED_ALIASES = {
     "num_nextn_predict_layers": "num_mtp_layers",
 }
 
+
 # By model_type. A model whose own family cannot say all of it is written as the first that can.
+def _gemma4(architecture: str, **defaults: Any) -> Family:
+    """Return a text model of Gemma 4. defaults: of its class where they are not Gemma 4's."""
+    return Family(
+        ours="gemma4",
+        architecture=architecture,
+        defaults=_GEMMA_DEFAULTS
+        | {
+            "vocab_size": 262_144,
+            "num_hidden_layers": 30,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1_000_000.0,
+            "final_logit_softcapping": None,
+            "attention_k_eq_v": False,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "per_layer_config": None,
+            "sliding_window": 512,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_bidirectional_attention": None,
+        }
+        | defaults,
+        entries=(
+            GEMMA4_PARTS,
+            *_LLAMA,
+            _TANH_GELU,
+            _ATTENTION_BIAS,
+            _softcap("final_logit_softcapping", "final_softcap"),
+            GEMMA4_LAYERS,
+        ),
+        beyond_transformers_4=_newer_than_4,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         ours="gpt2",
@@ -900,6 +937,15 @@ FAMILIES: dict[str, Family] = {
         requires=_heads_divide_hidden,
         allowed=_OLDER_TANH_GELU,
         beyond_transformers_4=by_layer_beyond_transformers_4("gemma3_text"),
+    ),
+    "gemma4_text": _gemma4("Gemma4ForCausalLM"),
+    # of the size without image towers: it computes the same, and is written as the other
+    "gemma4_unified_text": _gemma4(
+        "Gemma4UnifiedForCausalLM",
+        hidden_size_per_layer_input=0,  # no key of its class, whose models have none
+        max_position_embeddings=262_144,
+        sliding_window=1024,
+        use_bidirectional_attention="vision",
     ),
     "glm4_moe": Family(
         ours="glm4_moe",

@@ -19,10 +19,11 @@ from tools.convert.hf.windows import require_count
 _REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
 DEFAULT = {"rope_type": "default"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ROPE_TYPES = tuple(name for name in PARAMETERS if name != "none")
+_PROPORTIONAL = "proportional"  # in Gemma 4 alone
+ROPE_TYPES = tuple(name for name in PARAMETERS if name not in ("none", _PROPORTIONAL))
 _TYPE_KEYS = ("rope_type", "type")  # names of the same key; the second is that of older files
 # model_type of families that turn layers with the window in their own way
-BY_LAYER = ("olmo3", "gemma3_text")
+BY_LAYER = ("olmo3", "gemma3_text", "gemma4_text", "gemma4_unified_text")
 # Which pairs turn by the time, the height or the width of a place in an image. Of a token of text
 # the three are one number, so that it does not matter which pair turns by which.
 KEYS_OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -59,6 +60,16 @@ MINISTRAL3_PARAMETERS = {  # likewise
     "mscale_all_dim": 1.0,
     "mscale": 1.0,
     _BETA: 0.1,
+}
+
+
+GEMMA4_PARAMETERS = {  # likewise
+    "full_attention": {
+        "rope_type": _PROPORTIONAL,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 
 
@@ -208,13 +219,17 @@ def _scaling_keys(model: ModelConfig) -> Fields | None:
         # It has another name there, in one family.
         if key == "query_beta":
             continue
+        name = "partial_rotary_factor" if key == "fraction" else key
         # 0 is not given; max_position_embeddings says the original length of dynamic ones.
         value = getattr(scaling, key)
-        if value and not (key == ORIGINAL and scaling.kind == "dynamic"):
-            parameters[key] = value
+        is_elsewhere = key == ORIGINAL and scaling.kind == "dynamic"
+        says_nothing = scaling.kind == _PROPORTIONAL and value == 1
+        if value and not is_elsewhere and not says_nothing:
+            parameters[name] = value
     if not scaling.truncate:
         parameters["truncate"] = False
-    return {"rope_type": scaling.kind, **parameters} if parameters else None
+    is_proportional = scaling.kind == _PROPORTIONAL
+    return {"rope_type": scaling.kind, **parameters} if parameters or is_proportional else None
 
 
 def _newer_parameters(model: ModelConfig) -> Fields:
@@ -284,31 +299,46 @@ ROPE_OF_GPT_OSS = Entry(
 )
 
 
-def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
+def rope_by_layer(
+    windows: Entry, window_base_key: str = "", is_proportional: bool = False
+) -> Entry:
     """Return the entry of a window and of the rotary positions of families whose layers with the
     window have positions of their own.
 
     windows: of the window, and of the layers that have it.
     window_base_key: the key of the base of these layers; "": it is the default of the family.
+    is_proportional: other layers may have proportional positions, as in Gemma 4, whose class reads
+        rope_parameters alone and has them where the file says nothing.
     """
 
     def read(config: ConfigKeys) -> Fields:
         fields = windows.read(config)
         if window_base_key:
             window_base = config[window_base_key]
+        elif is_proportional:
+            window_base = GEMMA4_PARAMETERS["sliding_attention"]["rope_theta"]
+            # which its class would take for tables of all layers
+            require(config["rope_scaling"], "rope_scaling", (None,))
+            if config["rope_parameters"] is None:
+                config.stated["rope_parameters"] = dict(GEMMA4_PARAMETERS)
         else:
             # transformers takes rope_theta for the layers without the window only
             window_base = config.family.defaults["rope_theta"]
-        rotary = _read_by_layer(config, window_base, has_window=fields["window"] > 0)
+        has_window = fields["window"] > 0
+        rotary = _read_by_layer(config, window_base, has_window, is_proportional)
         require(config["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
         return fields | rotary
 
     def write(model: ModelConfig) -> Json:
         full = _newer_parameters(model)
         windowed = full
-        if model.window_rope_base:
-            windowed = {**DEFAULT, "rope_theta": model.window_rope_base}
+        # Of proportional ones the class makes no table for layers with the window.
+        if model.window_rope_base or is_proportional:
+            windowed = {**DEFAULT, "rope_theta": model.window_rope_base or model.rope_base}
         config = {**windows.write(model), **_write(model)}
+        if is_proportional:
+            # no keys of its class
+            config = dict(windows.write(model))
         if window_base_key:
             config[window_base_key] = windowed["rope_theta"]
         config["rope_parameters"] = {"full_attention": full, "sliding_attention": windowed}
@@ -317,7 +347,9 @@ def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
     return Entry(read, write)
 
 
-def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> Fields:
+def _read_by_layer(
+    config: ConfigKeys, window_base: float, has_window: bool, is_proportional: bool
+) -> Fields:
     """Return the fields of rotary positions, of layers with the window too.
 
     rope_parameters has a table for each type of layer; rope_scaling and rope_theta in older files
@@ -334,7 +366,10 @@ def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> 
     # Copies of DEFAULT, for `_fields` takes out what it has read.
     full = full or older or dict(DEFAULT)
     windowed = windowed or dict(DEFAULT)
-    fields = _fields(full, config, config["rope_theta"])
+    if is_proportional and full["rope_type"] == _PROPORTIONAL:
+        fields = _proportional_fields(full)
+    else:
+        fields = _fields(full, config, config["rope_theta"])
     window_fields = _fields(windowed, config, window_base, base_key="rope_local_base_freq")
     for each in (fields, window_fields):
         require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
@@ -347,6 +382,23 @@ def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> 
     if window_fields["rope_scaling"]:
         raise UserError.of("convert.rope_sliding_scaled")
     return {**fields, "window_rope_base": window_fields["rope_base"]}
+
+
+def _proportional_fields(parameters: dict[str, Any]) -> Fields:
+    """Return our fields of proportional rope parameters, where a part of the pairs turns."""
+    factor = parameters.pop("factor", None)
+    fraction = parameters.pop("partial_rotary_factor", None)
+    scaling = {
+        "kind": _PROPORTIONAL,
+        "factor": 1.0 if factor is None else float(factor),
+        "fraction": 1.0 if fraction is None else float(fraction),
+    }
+    base = parameters.pop("rope_theta", None)
+    if base is None:
+        raise UserError.of("convert.rope_key_missing", key="rope_theta", kind=_PROPORTIONAL)
+    del parameters["rope_type"]
+    _require_nothing_else(parameters)
+    return {"rope_base": float(base), "rotary_fraction": 1.0, "rope_scaling": scaling}
 
 
 def olmo2_beyond_transformers_4(model: ModelConfig) -> Iterator[str]:

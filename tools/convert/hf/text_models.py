@@ -1,9 +1,10 @@
-"""Text models inside models of several kinds of input: Gemma 3 and Qwen3.5 with images.
+"""Text models inside models of several kinds of input: Gemma 3 and 4 and Qwen3.5 with images.
 
 A config.json of such a model has a config.json of the text model in `text_config`. These are read:
 their tensors are `model.language_model.*`, in published files of Gemma 3 `language_model.*`, and
-text alone passes through them as through a `gemma3_text`, `qwen3_5_text` or `qwen3_5_moe_text`
-model. Tensors for images are left out. Other such models are refused by one line.
+text alone passes through them as through a `gemma3_text`, `gemma4_text`, `qwen3_5_text` or
+`qwen3_5_moe_text` model. Tensors for images and sound are left out. Other such models are refused
+by one line.
 """
 
 from collections.abc import Mapping
@@ -21,11 +22,13 @@ class Wrapper(NamedTuple):
     text: the model_type of its text model.
     keys: keys beside text_config that say nothing of texts.
     tensors: beginnings of names of tensors that texts do not pass through.
+    inputs: what these tensors are for.
     """
 
     text: str
     keys: tuple[str, ...]
     tensors: tuple[str, ...]
+    inputs: str = "images"
 
 
 _KEYS_OF_GEMMA = (
@@ -44,6 +47,26 @@ _TENSORS_OF_GEMMA = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
+_KEYS_OF_GEMMA4 = (
+    "vision_config",
+    "audio_config",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
+    "boa_token_id",
+    "eoa_token_index",
+    "eoa_token_id",
+    "audio_token_id",
+    "vision_soft_tokens_per_image",
+)
+_TENSORS_OF_GEMMA4 = (
+    "model.vision_tower.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
+)
+_IMAGES_AND_SOUND = "images and sound"
 _KEYS_OF_QWEN = (
     "vision_config",
     "image_token_id",
@@ -56,6 +79,10 @@ _TENSORS_OF_QWEN = ("model.visual.",)
 # By the model_type of the whole model.
 WRAPPERS = {
     "gemma3": Wrapper("gemma3_text", _KEYS_OF_GEMMA, _TENSORS_OF_GEMMA),
+    "gemma4": Wrapper("gemma4_text", _KEYS_OF_GEMMA4, _TENSORS_OF_GEMMA4, _IMAGES_AND_SOUND),
+    "gemma4_unified": Wrapper(
+        "gemma4_unified_text", _KEYS_OF_GEMMA4, _TENSORS_OF_GEMMA4, _IMAGES_AND_SOUND
+    ),
     "qwen3_5": Wrapper("qwen3_5_text", _KEYS_OF_QWEN, _TENSORS_OF_QWEN),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text", _KEYS_OF_QWEN, _TENSORS_OF_QWEN),
 }
@@ -157,8 +184,8 @@ def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
     left_out = sum(name.startswith(wrapper.tensors) for name in stored)
     return [
         f"config.json has model_type = {model_type!r}: its text model is read, of model_type "
-        f"{wrapper.text!r}; {left_out} tensors for images are left out, and a folder that is "
-        "written has none"
+        f"{wrapper.text!r}; {left_out} tensors for {wrapper.inputs} are left out, and a folder "
+        "that is written has none"
     ]
 
 

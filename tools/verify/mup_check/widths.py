@@ -61,6 +61,10 @@ def at_width(
         raise UserError.of("model.delta_net_beside", key="mup_base_hidden")
     if model.hybrid_pattern:
         raise UserError.of("model.hybrid_beside", key="mup_base_hidden")
+    if model.has_global_heads:
+        raise UserError.of(
+            "model.global_heads_beside", given="global_head_dim", key="mup_base_hidden"
+        )
     if problems := _problems(model, hidden, growing):
         raise UserError(*problems)
     changes = _whole(_grown(model, hidden, growing, grows_kv_heads), model.latent)

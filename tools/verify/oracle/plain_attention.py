@@ -16,6 +16,8 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
     b, s, _ = x.shape
     name = f"layers.{n}.attention"
     window = _window(config, n)
+    if not window:
+        config = _with_global_heads(config)
     make_heads = _from_latents if config.latent else _projected
     query, key, value = make_heads(config, w, name, x)
     if config.positions == "rope" and n not in config.nope_layers:
@@ -45,6 +47,16 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
         gate = linear(w, f"{name}.gate", x)
         mixed = mixed * gate.sigmoid()
     return linear(w, f"{name}.output", mixed)
+
+
+def _with_global_heads(config: ModelConfig) -> ModelConfig:
+    """Return the model with the heads that layers without a window have for themselves."""
+    own: dict[str, int] = {}
+    if config.global_head_dim:
+        own["head_dim"] = config.global_head_dim
+    if config.global_kv_heads:
+        own["kv_heads"] = config.global_kv_heads
+    return config.model_copy(update=own)
 
 
 def _window(config: ModelConfig, n: int) -> int:
@@ -78,7 +90,8 @@ def _projected(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
     """Return queries, keys and values, which are not yet rotated."""
     query = linear(w, f"{name}.query", x)
     key = linear(w, f"{name}.key", x)
-    value = linear(w, f"{name}.value", x)
+    # A layer without such a weight has its keys for values, before their norm.
+    value = linear(w, f"{name}.value", x) if f"{name}.value.weight" in w else key
     norm_over = config.qk_norm_over if config.qk_norm else "none"
     if norm_over == "all":
         query = _normal(config, w, f"{name}.query_norm", query)
@@ -89,6 +102,8 @@ def _projected(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
     if norm_over == "head":
         query = _normal(config, w, f"{name}.query_norm", query)
         key = _normal(config, w, f"{name}.key_norm", key)
+    if config.value_norm:
+        value = divided_by_rms(value, config.norm_eps)
     return query, key, value
 
 

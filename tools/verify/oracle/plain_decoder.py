@@ -137,7 +137,8 @@ def _layer(
 ) -> Tensor:
     name = f"layers.{n}"
     if config.hybrid_pattern:
-        return x + config.branch_scale * _branch(config, w, n, x, positions, routings)
+        summed = x + config.branch_scale * _branch(config, w, n, x, positions, routings)
+        return summed * w[f"{name}.scalar"] if config.layer_scalar else summed
     mix = delta_net if n in config.delta_layers else attention
     normal = norm_if_there(config, w, f"{name}.attention_norm", x)
     mixed = mix(config, w, n, normal, positions)
@@ -151,7 +152,8 @@ def _layer(
     else:
         fed = mlp(config, w, f"{name}.mlp", normal)
     branch = norm_if_there(config, w, f"{name}.mlp_post_norm", fed)
-    return attended + config.branch_scale * branch
+    summed = attended + config.branch_scale * branch
+    return summed * w[f"{name}.scalar"] if config.layer_scalar else summed
 
 
 def _branch(

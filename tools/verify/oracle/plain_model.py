@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
+from models.logical_shapes import is_never_trained
 from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import Tensors
 from tools.verify.oracle.plain_decoder import ahead, hidden, mean_over_modules, of_head
@@ -60,7 +61,7 @@ class PlainModel:
         # how many tokens each expert was given, by the name of the router's correction
         self._loads: Tensors = {}
         for name, values in weights.items():
-            is_trained = not is_correction(name)
+            is_trained = not is_correction(name) and not is_never_trained(name)
             self._weights[name] = nn.Parameter(values.clone(), requires_grad=is_trained)
 
     def computing(self) -> AbstractContextManager[Any]:

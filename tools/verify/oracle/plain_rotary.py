@@ -1,7 +1,7 @@
 """Rotary positions of the plain decoder: complex products, by the formulas of the papers.
 
 Linear scaling: Chen et al., 2023. Dynamic: "NTK-aware" with the base by the length. llama3: Llama
-3.1's. YaRN: Peng et al., 2023.
+3.1's. YaRN: Peng et al., 2023. Proportional: Gemma 4's, of which the slowest pairs stand still.
 """
 
 import math
@@ -54,6 +54,10 @@ def _frequencies(config: ModelConfig, half: int, length: int) -> Tensor:
     plain = _unscaled(base, half)
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "proportional":
+        turning = math.floor(scaling.fraction * 2 * half / 2)
+        turns = torch.arange(half) < turning
+        return turns * plain / scaling.factor
     if scaling.kind == "llama3":
         left = _left_by_llama3(config, plain)
     elif scaling.kind == "yarn":

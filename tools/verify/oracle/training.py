@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
+from models.logical_shapes import is_never_trained, logical_shapes
 from tools.config.own_rate import rate_of
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
@@ -41,11 +42,12 @@ def trained(
 ) -> tuple[Record, str]:
     """Return the record of the run, and what trained it.
 
-    config: on one process, on tokens of `with_random_tokens`. weights: initial, by logical name, in
-    the dtype in which the oracle computes.
+    config: on one process, on tokens of `with_random_tokens`. weights: initial, of all that is
+    trained, by logical name, in the dtype in which the oracle computes.
     """
-    model = make_model(config.model, weights)
-    factors = {name: _factors(config, name, values) for name, values in weights.items()}
+    all_weights = {**weights, **_never_trained(config.model, weights)}
+    model = make_model(config.model, all_weights)
+    factors = {name: _factors(config, name, values) for name, values in all_weights.items()}
     groups = _groups(config, model, factors)
     oracles_rule = oracle_rule(config.optimizer)
     assert oracles_rule is not None, "`require_possible` refuses others"
@@ -109,8 +111,19 @@ def _states_after(
     return states
 
 
+def _never_trained(model: ModelConfig, beside: Tensors) -> Tensors:
+    """Return the weights that no run trains, as they begin, in the dtype of those beside them."""
+    dtype = next(iter(beside.values())).dtype
+    return {
+        name: torch.ones(shape, dtype=dtype)
+        for name, shape in logical_shapes(model).items()
+        if is_never_trained(name)
+    }
+
+
 def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: values.double() for name, values in tensors.items()}
+    """Return the tensors that a run trains, in float64."""
+    return {name: values.double() for name, values in tensors.items() if not is_never_trained(name)}
 
 
 def _factors(config: RunConfig, name: str, values: Tensor) -> tuple[float, float]:

@@ -388,6 +388,7 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "kv_heads": kv_heads,
         "latent": latent,
         "head_dim": head_dim,
+        **_global_heads(model_config, (num_heads, kv_heads, head_dim), layout_limits.tensor),
         "hidden": hidden_size,
         "vocab": vocab_size,
         **_feed_forwards(
@@ -525,6 +526,25 @@ def _feed_forwards(
         "dense_layers": tuple(dense_layers),
         "experts": experts,
     }
+
+
+def _global_heads(
+    model_config: ModelConfig, small: tuple[int, int, int], tensor: int
+) -> dict[str, int]:
+    """Return the heads of layers without the window: of another width than those of others where
+    the model's are so, and as few keys and values as ranks can share out as before.
+
+    small: the heads of other layers, their key and value heads, and their width.
+    tensor: the largest number of ranks over which heads divide as before.
+    """
+    num_heads, kv_heads, head_dim = small
+    sizes: dict[str, int] = {}
+    if width := model_config.global_head_dim:
+        sizes["global_head_dim"] = head_dim if width == model_config.head_dim else 2 * head_dim
+    if count := model_config.global_kv_heads:
+        few = alike_size(count, 1, tensor)
+        sizes["global_kv_heads"] = few if num_heads % few == 0 else kv_heads
+    return sizes
 
 
 def _head_dim(model_config: ModelConfig) -> int:

@@ -19,14 +19,14 @@ def causal_share(model: ModelConfig, seq_length: int) -> float:
     w - w * w / (2 * s) for the mean query. Of a recurrence all products that are counted are
     computed; the share is that of all layers.
     """
-    if model.delta_net or model.hybrid_pattern:
-        return _share_beside_recurrences(model, seq_length)
+    if model.delta_net or model.hybrid_pattern or model.has_global_heads:
+        return _share_by_kind(model, seq_length)
     return _mean_share(model, seq_length)
 
 
-def _share_beside_recurrences(model: ModelConfig, seq_length: int) -> float:
-    """Return the share of a model some of whose layers have no attention; 1 if none has products of
-    that kind."""
+def _share_by_kind(model: ModelConfig, seq_length: int) -> float:
+    """Return the share of a model some of whose layers have no attention, or other heads; 1 if none
+    has products of that kind."""
     counted = 0.0
     computed = 0.0
     for kind, count in model.count_kinds(range(model.layers)):

@@ -115,21 +115,25 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     if parallel.context == 1:
         return 0.0
     with_attention = {*model.attention_layers}
-    layers = sum(layer in with_attention for layer in cost.cut.layers)
+    layers = [layer for layer in cost.cut.layers if layer in with_attention]
     others = parallel.context - 1
-    heads = max(1, model.kv_heads // parallel.tensor)
-    # elements of keys and values
-    elements = 2 * heads * model.head_dim * local_tokens(config)
-    of_layer = elements * config.plan.attention.itemsize * others
+
+    def features(kind: ModelConfig) -> int:
+        """Return the features of keys and values of a layer on a rank."""
+        return 2 * max(1, kind.kv_heads // parallel.tensor) * kind.head_dim
+
+    # elements of keys and values, of all layers
+    elements = model.over_layers(features, layers) * local_tokens(config)
+    sent = elements * config.plan.attention.itemsize * others
     # in a ring a gradient takes one hop more than its keys, back to their rank
     gradient_hops = parallel.context if config.engine_options.ring else others
-    gradients_of_layer = elements * torch.float32.itemsize * gradient_hops
+    gradients = elements * torch.float32.itemsize * gradient_hops
     again = _passes_again(config, len(cost.cut.layers))
-    input_gradient = layers * ((1 + again) * of_layer + gradients_of_layer)
+    input_gradient = (1 + again) * sent + gradients
     exchanged = sum(
         count * _exchanged_bytes(config, kind) for kind, count in model.count_kinds(cost.cut.layers)
     )
-    return bytes_of(op, layers * of_layer + exchanged, input_gradient + (1 + again) * exchanged)
+    return bytes_of(op, sent + exchanged, input_gradient + (1 + again) * exchanged)
 
 
 def _passes_again(config: RunConfig, layers: int) -> float:

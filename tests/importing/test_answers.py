@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from tests.importing.public_scripts import answers_of
 from tests.importing.scripts import SCRIPTS
 from tools.cli import main
+from tools.commands.import_answers import Asked, command_with_answers
 from tools.config.run_file import load_run, read_run_settings
 from tools.interop.arguments.megatron import REFUSED
 from tools.interop.importing.run import Imported, import_run
@@ -71,6 +72,20 @@ def test_the_command_that_a_refusal_ends_with_has_all_answers(
     )
     assert main([*shlex.split(told.replace("LR=VALUE", "LR=1e-4")), "model.vocab=500"]) == 0
     assert load_run(Path("run.toml")).lr.peak == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("remedy", "answer"),
+    [
+        ("give model.preset=llama-3.1-8b (or llama-3-8b)", "model.preset=llama-3.1-8b"),
+        ("give model.vocab=512.", "model.vocab=512"),
+        ('give optimizer.name="muon", for example', 'optimizer.name="muon"'),
+        ("give data.source=", "data.source=VALUE"),
+    ],
+)
+def test_the_proposed_command_has_the_whole_value_of_a_key(remedy: str, answer: str) -> None:
+    proposed = command_with_answers(Asked(["run.toml"]), [Problem(f"it is not known: {remedy}")])
+    assert proposed.endswith(f": megaprec import-args run.toml {answer} -o run.toml")
 
 
 def test_the_proposed_command_keeps_what_was_given_before(

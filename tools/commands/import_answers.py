@@ -10,7 +10,7 @@ from tools.interop.importing.megatron_model import REQUIRED
 
 ARGUMENT = re.compile(r"(?<!\S)--([\w.-]+)")
 ASSUME = re.compile(r"--assume (\w+)=VALUE")
-KEY = re.compile(r"(?<![\w.])([a-z][a-z0-9]*\.[a-z_]+)=([\w\"]*)")
+KEY = re.compile(r"(?<![\w.])([a-z][a-z0-9]*\.[a-z_]+)=(\"\w*\"|\w+(?:[.-]\w+)*|)")
 # arguments that no run of Megatron-LM is without
 NEEDED = frozenset(
     {

@@ -81,7 +81,9 @@ def _sharded_gradients(parallel: Parallel, train: Train, fp8: FP8) -> Iterator[s
 
 def _kept_layers(parallel: Parallel) -> Iterator[str]:
     if parallel.zero_keep and parallel.zero != 3:
-        yield Problem.of("config.zero_keep", keep=toml(parallel.zero_keep), zero=parallel.zero)
+        yield Problem.of(
+            "config.zero_keep", keep=toml(parallel.zero_keep), zero=toml(parallel.zero)
+        )
 
 
 def _profile(parallel: Parallel, log: Log) -> Iterator[str]:

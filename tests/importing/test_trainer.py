@@ -186,6 +186,7 @@ def test_fsdp_that_is_off_shards_nothing(tmp_path: Path) -> None:
         ("fully_shard", {}, "fully_shard: no such option of FSDP is known here"),
         (True, {"xla": True}, "xla = True"),
         (True, {"reshard": True}, "reshard = True: no such key of FSDP is known here"),
+        (True, {"fsdp_reshard": 1}, ": fsdp_reshard = 1: no such key of FSDP is known here"),
         (True, {"sharding_strategy": "HALF"}, "half is not one of full_shard"),
     ],
 )

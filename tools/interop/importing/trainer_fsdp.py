@@ -45,8 +45,6 @@ def add_fsdp(draft: Draft, said: str, text: str, config: Mapping[str, Any]) -> l
     said: how they were given. text: the value of `--fsdp`.
     """
     words = re.findall(r"\w+", text.lower())
-    # legacy names have the prefix
-    settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     strategies = [word for word in words if word in STRATEGIES]
     for word in words:
         if word == "offload":
@@ -54,7 +52,9 @@ def add_fsdp(draft: Draft, said: str, text: str, config: Mapping[str, Any]) -> l
         elif word not in (*STRATEGIES, "auto_wrap", "true", "1"):
             draft.problems.append(f"{said}: {word}: no such option of FSDP is known here")
     unused: list[str] = []
-    for key, value in settings.items():
+    for written, value in config.items():
+        # legacy names, and those of accelerate, have the prefix
+        key = written.removeprefix("fsdp_")
         if key in RESHARDS:
             strategies.append(_strategy(value))
         elif key in (*OFFLOADS, *XLA, OFFLOADS_ACTIVATIONS):
@@ -65,7 +65,8 @@ def add_fsdp(draft: Draft, said: str, text: str, config: Mapping[str, Any]) -> l
         elif key in UNUSED:
             unused.append(f"{key} = {value!r}")
         else:
-            draft.problems.append(f"{said}: {key} = {value!r}: no such key of FSDP is known here")
+            unknown = f"{said}: {written} = {value!r}"
+            draft.problems.append(f"{unknown}: no such key of FSDP is known here")
     _add_stage(draft, said, strategies)
     return unused
 

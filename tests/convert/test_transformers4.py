@@ -40,6 +40,8 @@ ELSEWHERE = (
     "nanochat",
     "ministral3",
     "apertus",
+    "gemma4_text",
+    "gemma4_unified_text",
 )  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +94,8 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("nanochat", {}),
     "ministral3": ("ministral3", {}),
     "apertus": ("apertus", {}),
+    "gemma4_text": ("gemma4_text", {}),
+    "gemma4_unified_text": ("gemma4_unified_text", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

@@ -193,6 +193,8 @@ def test_beside_arguments_of_the_trainer_it_says_ranks_and_precision(tmp_path: P
         (with_fsdp(activation_checkpointing_offload=True), "activation_checkpointing_offload"),
         (with_fsdp(no_such=1), "no_such = 1"),
         (FSDP2 | {"no_such": 1}, "no_such = 1"),
+        (FSDP2 | {"fsdp_config": [1, 2]}, "fsdp_config = [1, 2] ("),
+        (FSDP2 | {"parallelism_config": 4}, "parallelism_config = 4 ("),
         (FSDP2 | {"mixed_precision": "fp8"}, "mixed_precision = fp8"),
         (FSDP2 | {"fp8_config": {"backend": "TE"}}, "fp8_config"),
         (FSDP2 | {"distributed_type": "MEGATRON_LM"}, "distributed_type = MEGATRON_LM"),

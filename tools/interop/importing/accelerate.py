@@ -91,6 +91,10 @@ def _read(content: Mapping[str, Any], config: AccelerateConfig) -> None:
     """Keep what is read, and add a problem for each key that is refused or not known."""
     kind = str(content.get("distributed_type", "")).lower()
     for key, value in _leaves(content):
+        if key in TABLES and value is not None:  # a table would have been parted
+            config.values[key] = value
+            config.refuse(key, "give a table of keys")
+            continue
         of = class_of(key)
         table, dot, _ = key.partition(".")
         # accelerate looks at the table of the type that is chosen alone

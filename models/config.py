@@ -208,27 +208,40 @@ class ModelConfig(ModelFields):
     def _global_problems(self) -> Iterator[Problem]:
         """Yield the problems of heads that layers without the window have for themselves."""
         sizes = [key for key in ("global_head_dim", "global_kv_heads") if getattr(self, key)]
-        given = [*sizes, *(["global_key_as_value"] if self.global_key_as_value else [])]
+        given = list(sizes)
+        if self.global_key_as_value:
+            given.append("global_key_as_value")
         if not given:
             return
-        for key in sizes:
-            # Where all layers are alike, other keys say their heads.
-            if len(self.window_layers) in (0, self.layers):
-                yield Problem.of("model.global_heads_unused", key=key, value=getattr(self, key))
-        if self.window and not self.window_layers:
-            yield Problem.of("model.global_value_unused")
+        yield from self._unused_global_heads(sizes)
         for key in _BESIDE_GLOBAL_HEADS:
             if getattr(self, key):
                 yield Problem.of("model.global_heads_beside", key=key, given=given[0])
-        if sizes and self.positions == "rope" and self.window and not self.window_rope_base:
-            yield Problem.of("model.global_heads_rope", key=sizes[0])
+        if self.global_kv_heads and self.heads % self.global_kv_heads:
+            yield Problem.of("model.global_kv_heads", value=self.global_kv_heads, heads=self.heads)
+        if sizes and self.positions == "rope":
+            yield from self._global_rotary_problems(sizes[0])
+
+    def _unused_global_heads(self, sizes: Sequence[str]) -> Iterator[Problem]:
+        """Yield the keys of heads of layers without the window that no layer has."""
+        layers_are_alike = len(self.window_layers) in (0, self.layers)
+        if layers_are_alike:
+            # Other keys say the heads of such layers.
+            for key in sizes:
+                yield Problem.of("model.global_heads_unused", key=key, value=getattr(self, key))
+        if self.window and not self.window_layers:
+            yield Problem.of("model.global_value_unused")
+
+    def _global_rotary_problems(self, given: str) -> Iterator[Problem]:
+        """Yield what rotary positions lack where layers without the window have heads of their
+        own. given: the key that says so."""
+        if self.window and not self.window_rope_base:
+            yield Problem.of("model.global_heads_rope", key=given)
         rotary_dims = self.unwindowed.rotary_dims
-        if self.global_head_dim and self.positions == "rope" and rotary_dims % 2:
+        if self.global_head_dim and rotary_dims % 2:
             yield Problem.of(
                 "model.global_head_dim_rope", value=self.global_head_dim, rotary_dims=rotary_dims
             )
-        if self.global_kv_heads and self.heads % self.global_kv_heads:
-            yield Problem.of("model.global_kv_heads", value=self.global_kv_heads, heads=self.heads)
 
     def _are_layers(self, numbers: Sequence[int]) -> bool:
         """Return True if these are numbers of layers in increasing order."""

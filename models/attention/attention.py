@@ -199,10 +199,8 @@ class Attention(nn.Module):
         opened = attended * gate.to(plan.sensitive).sigmoid()
         return opened.to(plan.compute)
 
-    def _split_heads(
-        self, projected: Tensor, rotary: RotaryTables | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value, [b, n, s, d] each, in the dtype of attention."""
+    def _normed_heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, [s, b, n, d] each, after the norms that they have."""
         config = self.config
         norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
         norms_each_head = config.qk_norm and not norms_all_heads
@@ -212,13 +210,22 @@ class Attention(nn.Module):
         if norms_all_heads:
             query = self.query_norm(query)
             key = self.key_norm(key)
-        # [s, b, n, d]
-        query, key, value = (x.unflatten(-1, (-1, config.head_dim)) for x in (query, key, value))
+        query = query.unflatten(-1, (-1, config.head_dim))
+        key = key.unflatten(-1, (-1, config.head_dim))
+        value = value.unflatten(-1, (-1, config.head_dim))
         if norms_each_head:
             query = self.query_norm(query)
             key = self.key_norm(key)
         if self.value_norm is not None:
             value = self.value_norm(value)
+        return query, key, value
+
+    def _split_heads(
+        self, projected: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, [b, n, s, d] each, in the dtype of attention."""
+        config = self.config
+        query, key, value = self._normed_heads(projected)
         if rotary is not None:
             cosine, sine, *factors = rotary
             query = Rotate.apply(query, cosine, sine, self.context.leaves)

@@ -13,7 +13,7 @@ model of tensors without memory: it must accept the sizes, and have as many para
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
@@ -325,18 +325,9 @@ def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
         return _hybrid_layers(config, model.hybrid_pattern, layers)
     says_turns = "no_rope_layers" in FAMILIES[config["model_type"]].defaults
     if model.nope_layers and says_turns:
-        turns = [int(number not in model.nope_layers) for number in range(model.layers)]
-        kinds: dict[str, Any] = {"no_rope_layers": spread(turns, layers)}
-        if types := config.get("layer_types"):
-            kinds["layer_types"] = spread(types, layers)
-        return kinds
+        return _turning_layers(config, model, layers)
     if types := config.get("layer_types"):
-        kinds_of_few = spread(types, layers)
-        # The last layer of a Gemma 4 has no window.
-        if kinds_of_few[-1] != types[-1]:
-            kinds_of_few.remove(types[-1])
-            kinds_of_few.append(types[-1])
-        return {"layer_types": kinds_of_few}
+        return {"layer_types": _with_last(types, spread(types, layers))}
     if model.delta_net:
         # A file may say them by their distance, in which few layers would be of one kind.
         return {"layer_types": spread(layer_types(model), layers)}
@@ -345,6 +336,27 @@ def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
         has_window = [layer in window_layers for layer in range(model.layers)]
         return {"max_window_layers": spread(has_window, layers).index(True)}
     return {}
+
+
+def _turning_layers(config: Json, model: ModelConfig, layers: int) -> dict[str, Any]:
+    """Return for so many layers whether rotary positions turn them, and their types if the file
+    states these too."""
+    turns = [int(number not in model.nope_layers) for number in range(model.layers)]
+    kinds: dict[str, Any] = {"no_rope_layers": spread(turns, layers)}
+    if types := config.get("layer_types"):
+        kinds["layer_types"] = spread(types, layers)
+    return kinds
+
+
+def _with_last(types: Sequence[str], types_of_few: list[str]) -> list[str]:
+    """Return the types of few layers, the last of which is as that of all: the last layer of a
+    Gemma 4 must have no window."""
+    last = types[-1]
+    if types_of_few[-1] == last:
+        return types_of_few
+    others = list(types_of_few)
+    others.remove(last)
+    return [*others, last]
 
 
 def _hybrid_layers(config: Json, pattern: str, layers: int) -> dict[str, Any]:

@@ -376,12 +376,19 @@ def _read_by_layer(
     # Without such layers, or where all turn alike, one set of fields says all.
     if not has_window or fields == window_fields:
         return fields
-    if not window_fields["rope_base"] > 1:
+    return {**fields, "window_rope_base": _base_of_windows(window_fields)}
+
+
+def _base_of_windows(window_fields: Fields) -> float:
+    """Return the base of layers with the window, the one field that they may have for
+    themselves. Raises UserError."""
+    base = window_fields["rope_base"]
+    if not base > 1:
         key = "rope_parameters.sliding_attention.rope_theta"
-        raise UserError(wrong_value(key, window_fields["rope_base"], "above 1"))
+        raise UserError(wrong_value(key, base, "above 1"))
     if window_fields["rope_scaling"]:
         raise UserError.of("convert.rope_sliding_scaled")
-    return {**fields, "window_rope_base": window_fields["rope_base"]}
+    return base
 
 
 def _proportional_fields(parameters: dict[str, Any]) -> Fields:

@@ -91,27 +91,36 @@ def _read(content: Mapping[str, Any], config: AccelerateConfig) -> None:
     """Keep what is read, and add a problem for each key that is refused or not known."""
     kind = str(content.get("distributed_type", "")).lower()
     for key, value in _leaves(content):
-        if key in TABLES and value is not None:  # a table would have been parted
-            config.values[key] = value
-            config.refuse(key, "give a table of keys")
-            continue
-        of = class_of(key)
-        table, dot, _ = key.partition(".")
-        # accelerate looks at the table of the type that is chosen alone
-        is_idle = bool(dot) and table in ("fsdp_config", "deepspeed_config")
-        is_idle = is_idle and not table.startswith(kind or "none")
-        if of == "unused" or is_idle:
+        if class_of(key) == "unused" or _is_idle(key, kind):
             config.unused[key] = f"{key} = {value!r}"
-        elif of == "read":
-            config.values[key] = value
-        elif of == "refused":
-            config.values[key] = value
-            if value not in (None, PERMITTED.get(key)):
-                config.refuse(key, WHY.get(key) or WHY[table])
-        else:
-            hint = did_you_mean(key, [*READ, *WHY, *UNUSED])
-            config.values[key] = value
-            config.refuse(key, f"no such key of accelerate is known here{hint}")
+            continue
+        config.values[key] = value
+        reason = _reason_against(key, value)
+        if reason:
+            config.refuse(key, reason)
+
+
+def _is_idle(key: str, kind: str) -> bool:
+    """Return True for a key of a table that accelerate passes by: it looks at the table of the
+    type that is chosen alone. kind: that type, in small letters."""
+    table, dot, _ = key.partition(".")
+    is_of_a_type = bool(dot) and table in ("fsdp_config", "deepspeed_config")
+    return is_of_a_type and not table.startswith(kind or "none")
+
+
+def _reason_against(key: str, value: object) -> str:
+    """Return why a setting is refused; "" for what is read."""
+    if key in TABLES and value is not None:  # a table would have been parted
+        return "give a table of keys"
+    of = class_of(key)
+    if of == "read":
+        return ""
+    if of == "refused":
+        is_harmless = value in (None, PERMITTED.get(key))
+        table, _, _ = key.partition(".")
+        return "" if is_harmless else WHY.get(key) or WHY[table]
+    hint = did_you_mean(key, [*READ, *WHY, *UNUSED])
+    return f"no such key of accelerate is known here{hint}"
 
 
 def _leaves(content: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -80,19 +80,7 @@ def import_run(
     draft = Draft(settled)
     arguments = Arguments(dropped, draft)
     sources = read_sources(items, assumed, arguments)
-    ranks = ranks or sources.ranks
-    accelerate = _add_accelerate(sources, draft)
-    ranks = ranks or accelerate.ranks
-    made = _add_renamed(sources, arguments, ranks, dropped)
-    if made is not None:
-        ranks = ranks or made.ranks
-    if sources.megatron:
-        _add_megatron(arguments, ranks)
-    if made is not None:
-        _put_own_keys(made, sources, draft)
-    titan = _add_torchtitan(sources, arguments, ranks)
-    trainer = _add_trainer(sources, arguments, ranks)
-    deepspeed = _add_deepspeed(sources, draft, ranks)
+    added = _add_systems(sources, arguments, ranks)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
     _tell_left_out(arguments)
@@ -103,7 +91,6 @@ def import_run(
     problems = [*draft.problems, *_surely_missing(draft)]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    added = (accelerate, titan, trainer, deepspeed)
     unused = dict(arguments.unused)
     for one in added:
         unused |= one.unused
@@ -121,6 +108,25 @@ class _Added:
     unused: Mapping[str, str]
     num_read: int
     ranks: int | None = None
+
+
+def _add_systems(sources: Sources, arguments: Arguments, ranks: int | None) -> Sequence[_Added]:
+    """Add the settings of each system that was read, a system before those that it may name."""
+    draft = arguments.draft
+    ranks = ranks or sources.ranks
+    accelerate = _add_accelerate(sources, draft)
+    ranks = ranks or accelerate.ranks
+    made = _add_renamed(sources, arguments, ranks)
+    if made is not None:
+        ranks = ranks or made.ranks
+    if sources.megatron:
+        _add_megatron(arguments, ranks)
+    if made is not None:
+        _put_own_keys(made, sources, draft)
+    torchtitan = _add_torchtitan(sources, arguments, ranks)
+    trainer = _add_trainer(sources, arguments, ranks)
+    deepspeed = _add_deepspeed(sources, draft, ranks)
+    return (accelerate, torchtitan, trainer, deepspeed)
 
 
 def _add_megatron(arguments: Arguments, ranks: int | None) -> None:
@@ -192,13 +198,11 @@ def _tell_left_out(arguments: Arguments) -> None:
         draft.notes.append(f"left out, as --drop says: {said}")
 
 
-def _add_renamed(
-    sources: Sources, arguments: Arguments, ranks: int | None, dropped: frozenset[str]
-) -> Renamed | None:
+def _add_renamed(sources: Sources, arguments: Arguments, ranks: int | None) -> Renamed | None:
     """Add settings under names of their own to the arguments, and return them; None without any."""
     if not sources.renamed:
         return None
-    for name in dropped & sources.renamed.keys():
+    for name in arguments.dropped & sources.renamed.keys():
         arguments.left_out[name] = f"{name} = {sources.renamed.pop(name)!r}"
     translate = from_neox if sources.system == OF_NEOX else from_nemo
     made = translate(sources.renamed, ranks)

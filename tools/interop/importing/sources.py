@@ -25,6 +25,7 @@ from tools.interop.foreign.whose import (
     OF_NEOX,
     OF_TORCHTITAN,
     OF_TRAINER,
+    Kind,
     whose,
     whose_file,
 )
@@ -93,27 +94,38 @@ def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Ar
     sources.system = _system_of(items)
     for i, item in enumerate(items):
         is_option = item.startswith("-") and not re.search(r"\s", item)
-        path = Path(item)
         if is_option:
-            command = CommandLine([Word(word) for word in items[i:]], None, [])
-            if _is_torchtitans(command):
-                _read_titan_words("a command line", command, sources, Path())
-            else:
-                _read_command(command, "a command line", sources)
+            # The words from here on are those of one command.
+            _read_typed(items[i:], sources)
             break
-        if "--" not in item and _exists(path):
-            _read_file(path, sources, assumed)
-            continue
-        if path.suffix.lower() in FILES and not re.search(r"^-|\s", item):
-            reason = "No such file or directory"
-            raise UserError.of("import.file_unreadable", path=path, reason=reason)
-        if "--" not in item:
-            raise UserError.of("import.no_file_or_command", item=item or "an empty word")
-        command = split_words(item, assumed)
-        _read_words("the command line", command, sources, Path())
+        _read_item(item, sources, assumed)
     if not sources.names:
         raise UserError.of("import.nothing_to_import")
     return sources
+
+
+def _read_typed(words: Sequence[str], sources: Sources) -> None:
+    """Read a command line that was typed word by word."""
+    command = CommandLine([Word(word) for word in words], None, [])
+    if _is_torchtitans(command):
+        _read_titan_words("a command line", command, sources, Path())
+    else:
+        _read_command(command, "a command line", sources)
+
+
+def _read_item(item: str, sources: Sources, assumed: Mapping[str, str]) -> None:
+    """Read a file, or a command line in one word. Raises UserError if it is neither."""
+    path = Path(item)
+    may_be_command = "--" in item
+    if not may_be_command and _exists(path):
+        _read_file(path, sources, assumed)
+        return
+    if path.suffix.lower() in FILES and not re.search(r"^-|\s", item):
+        reason = "No such file or directory"
+        raise UserError.of("import.file_unreadable", path=path, reason=reason)
+    if not may_be_command:
+        raise UserError.of("import.no_file_or_command", item=item or "an empty word")
+    _read_words("the command line", split_words(item, assumed), sources, Path())
 
 
 def _exists(path: Path) -> bool:
@@ -177,27 +189,32 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
         _read_renamed(path, _yaml(path, _with_assumed(text, assumed)), sources)
         return
     kind = whose_file(path, text)
-    if kind is not None and kind.whose in OF_TRAINER and suffix in YAML:
-        _read_trainer(path, _yaml(path, text), sources)
-        return
-    if kind is not None and kind.whose == OF_TORCHTITAN and suffix == TOML:
-        _read_titan(path, text, sources)
-        return
-    if kind is not None and kind.whose == OF_ACCELERATE and suffix in (*YAML, JSON):
-        sources.names.append(path.name)
-        sources.accelerate[path] = _plain_table(path, text)
-        return
     is_deepspeed = kind is DEEPSPEED and suffix == JSON
     if kind is not None and not is_deepspeed:
-        raise UserError(kind.of(path))
-    if suffix in OTHERS:
+        _read_others(path, text, kind, sources)
+    elif suffix in OTHERS:
         raise UserError.of("import.unknown_system", path=path)
-    if suffix == JSON:
+    elif suffix == JSON:
         _read_json(path, text, sources)
     elif suffix in YAML:
         _read_data(path, _yaml(path, _with_assumed(text, assumed)), sources)
     else:
         _read_text(path, text, sources, assumed)
+
+
+def _read_others(path: Path, text: str, kind: Kind, sources: Sources) -> None:
+    """Read settings of another program than Megatron-LM and DeepSpeed. Raises UserError for a
+    program whose settings are not read."""
+    suffix = path.suffix.lower()
+    if kind.whose in OF_TRAINER and suffix in YAML:
+        _read_trainer(path, _yaml(path, text), sources)
+    elif kind.whose == OF_TORCHTITAN and suffix == TOML:
+        _read_titan(path, text, sources)
+    elif kind.whose == OF_ACCELERATE and suffix in (*YAML, JSON):
+        sources.names.append(path.name)
+        sources.accelerate[path] = _plain_table(path, text)
+    else:
+        raise UserError(kind.of(path))
 
 
 def _with_assumed(text: str, assumed: Mapping[str, str]) -> str:

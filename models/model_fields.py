@@ -134,6 +134,7 @@ class ModelFields(BaseModel):
         "nanochat",
         "apertus",
         "ministral3",
+        "glm4",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -347,12 +348,13 @@ class ModelFields(BaseModel):
             gemma2="around",
             gemma3="around",
             gemma4="around",
+            glm4="around",
             exaone4="after",
         ),
         description=(
             "Norms of each branch, attention and feed-forward: before it, after it (on its output, "
             "before the residual addition), or both (around); default: before, for olmo2, olmo3 "
-            "and exaone4 after, for gemma2, gemma3 and gemma4 around."
+            "and exaone4 after, for gemma2, gemma3, gemma4 and glm4 around."
         ),
     )
     norm_unit_offset: bool = Field(
@@ -441,14 +443,20 @@ class ModelFields(BaseModel):
     )
     rotary_fraction: float = Field(
         default_factory=by_family(
-            1.0, gpt_neox=0.25, glm4_moe=0.5, minimax_m2=0.5, qwen3_next=0.25, qwen3_5=0.25
+            1.0,
+            gpt_neox=0.25,
+            glm4_moe=0.5,
+            glm4=0.5,
+            minimax_m2=0.5,
+            qwen3_next=0.25,
+            qwen3_5=0.25,
         ),
         gt=0,
         le=1,
         description=(
             "Fraction of each head's features, counted from the first, that get rotary positions; "
-            "default: 1.0, for gpt_neox, qwen3_next and qwen3_5 0.25, for glm4_moe and minimax_m2 "
-            "0.5."
+            "default: 1.0, for gpt_neox, qwen3_next and qwen3_5 0.25, for glm4, glm4_moe and "
+            "minimax_m2 0.5."
         ),
     )
     rope_scaling: RopeScaling = Field(
@@ -550,12 +558,12 @@ class ModelFields(BaseModel):
     )
     qkv_bias: bool = Field(
         default_factory=lambda fields: (
-            fields["bias"] or fields["family"] in ("qwen2", "gpt_oss", "seed_oss")
+            fields["bias"] or fields["family"] in ("qwen2", "gpt_oss", "seed_oss", "glm4")
         ),
         description=(
             "Biases of the query, key and value projections and of model.attention_gate, with "
-            "model.latent of those down to the latents; default: model.bias, for qwen2, gpt_oss "
-            "and seed_oss true."
+            "model.latent of those down to the latents; default: model.bias, for qwen2, gpt_oss, "
+            "seed_oss and glm4 true."
         ),
     )
     output_bias: bool = Field(

@@ -8,7 +8,24 @@ from tools.convert.hf.families import FAMILIES
 LONGEST = 40
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 # families whose layers have a type
-BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss", *GEMMA4)
+BY_TYPE = (
+    "gemma2",
+    "vaultgemma",
+    "gemma3_text",
+    "olmo3",
+    "gpt_oss",
+    "ministral",
+    "cwm",
+    *GEMMA4,
+)
+# whose norms are LayerNorms
+OTHER_EPSILON = {
+    "cohere2": "layer_norm_eps",
+    "cohere": "layer_norm_eps",
+    "stablelm": "layer_norm_eps",
+    "jais2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
 LAYERS_OF_QWEN = ("qwen2", "qwen3", "qwen2_moe")
 GATED_BIASES = (
     "llama",
@@ -35,10 +52,27 @@ GATED_BIASES = (
     "cohere2",
     "nanochat",
     "apertus",
+    "gemma",
+    "vaultgemma",
+    "cohere",
+    "glm",
+    "glm4",
+    "hyperclovax",
+    "jais2",
     *GEMMA4,
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_linear")
-WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
+WITH_MLP_BIASES = (
+    "llama",
+    "iquestcoder",
+    "seed_oss",
+    "arcee",
+    "smollm3",
+    "granite",
+    "cwm",
+    "hyperclovax",
+    "jais2",
+)
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
 OWN_WIDTH = (
@@ -61,6 +95,15 @@ OWN_WIDTH = (
     "nanochat",
     "apertus",
     "ministral3",
+    "gemma",
+    "vaultgemma",
+    "glm",
+    "glm4",
+    "ministral",
+    "cwm",
+    "hyperclovax",
+    "starcoder2",
+    "jais2",
     *GEMMA4,
 )
 # whose class requires hidden_size to be so by heads
@@ -72,6 +115,10 @@ DIVIDED = (
     "iquestcoder",
     "internlm3",
     "arcee",
+    "vaultgemma",
+    "cwm",
+    "hyperclovax",
+    "jais2",
 )
 
 
@@ -90,6 +137,8 @@ def drawn(seed: int) -> dict[str, Any]:
     dice = Random(seed)
     kind = [*FAMILIES][seed % len(FAMILIES)]
     config = {"model_type": kind, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if kind == "cwm":
+        config["bos_token_id"] = 0  # its class takes no null
     config["vocab_size"] = dice.randint(5, 70)
     config["tie_word_embeddings"] = dice.random() < 0.4
     if kind == "gpt2":
@@ -99,7 +148,8 @@ def drawn(seed: int) -> dict[str, Any]:
         return config | _hybrid(dice)
     if kind == "gpt_neox":
         return config | _neox(dice)
-    config["rms_norm_eps"] = dice.choice((1e-6, 1e-5, 1e-2))
+    epsilon = OTHER_EPSILON.get(kind, "rms_norm_eps")
+    config[epsilon] = dice.choice((1e-6, 1e-5, 1e-2))
     if kind in GATED_BIASES or kind in LATENT:
         config["attention_bias"] = dice.random() < 0.5
     config |= _further_biases(dice, kind)
@@ -121,7 +171,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 def _of_one_family(dice: Random, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return keys that no other family has."""
-    if kind == "gemma2":
+    if kind in ("gemma2", "vaultgemma"):
         return {
             "attn_logit_softcapping": dice.choice((None, 3.0)),
             "final_logit_softcapping": dice.choice((None, 2.0)),
@@ -131,9 +181,21 @@ def _of_one_family(dice: Random, kind: str, config: dict[str, Any]) -> dict[str,
             "use_qk_norm": dice.random() < 0.5,
             "partial_rotary_factor": dice.choice((0.5, 1.0)),
         }
-    if kind == "cohere2":
-        eps = config.pop("rms_norm_eps")
-        return {"layer_norm_eps": eps, "logit_scale": dice.choice((0.0625, 0.3, 2.0))}
+    if kind in ("cohere", "cohere2"):
+        return {"logit_scale": dice.choice((0.0625, 0.3, 2.0))}
+    if kind in ("glm", "glm4"):
+        return {"partial_rotary_factor": dice.choice((0.5, 1.0))}
+    if kind == "stablelm":
+        return {
+            "partial_rotary_factor": dice.choice((0.5, 1.0)),
+            "use_qkv_bias": dice.random() < 0.5,
+            "use_parallel_residual": dice.random() < 0.5,
+        }
+    if kind == "starcoder2":
+        activation = dice.choice(("gelu_pytorch_tanh", "gelu"))
+        return {"use_bias": dice.random() < 0.5, "hidden_act": activation}
+    if kind == "hyperclovax":
+        return {"use_post_norm": dice.random() < 0.5}
     if kind == "nanochat":
         return {"final_logit_softcapping": dice.choice((None, 15.0, 2.0))}
     if kind in GEMMA4:
@@ -183,9 +245,9 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
 
 def _factors(dice: Random, kind: str) -> dict[str, Any]:
     """Return factors of scores, and Granite's others."""
-    if kind in ("gemma2", "gemma3_text"):
+    if kind in ("gemma2", "vaultgemma", "gemma3_text"):
         return {"query_pre_attn_scalar": dice.randint(3, 20)}
-    if not kind.startswith("granite"):
+    if not kind.startswith("granite") and kind != "hyperclovax":
         return {}
     parts = ("embedding", "attention", "residual")
     factors = {f"{part}_multiplier": dice.choice((0.3, 1, 2.5)) for part in parts}
@@ -210,7 +272,7 @@ def _sizes(dice: Random, kind: str) -> dict[str, Any]:
     kv_heads = dice.choice((1, 2, 3))
     heads = kv_heads * dice.choice((1, 2, 3))
     head_dim = dice.choice((4, 8, 12))
-    own_heads = kind in ("gpt_neox", "olmoe", "cohere2") or (
+    own_heads = kind in ("gpt_neox", "olmoe", "cohere2", "cohere", "stablelm") or (
         dice.random() < 0.3 and kind not in LATENT
     )
     others = [heads * 5] if kind in DIVIDED else [heads * 5, dice.randint(6, 40)]
@@ -337,7 +399,7 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         types[-1] = "full_attention"
     if kind in BY_TYPE:
         return {"sliding_window": window, "layer_types": types}
-    if kind in ("mistral", "mixtral", "phi3", "ministral3"):
+    if kind in ("mistral", "mixtral", "phi3", "ministral3", "starcoder2"):
         return {"sliding_window": dice.choice((None, window))}
     if kind == "smollm3":
         turns = [dice.choice((0, 1)) for _ in range(layers - 1)]

@@ -348,6 +348,17 @@ TRAINED = (
         "glm4_moe_lite",
         "youtu",
         "kimi_linear",
+        "gemma",
+        "vaultgemma",
+        "cohere",
+        "glm4",
+        "glm",
+        "ministral",
+        "cwm",
+        "hyperclovax",
+        "starcoder2",
+        "stablelm",
+        "jais2",
     ),
 )
 

@@ -42,6 +42,9 @@ ELSEWHERE = (
     "apertus",
     "gemma4_text",
     "gemma4_unified_text",
+    "cwm",
+    "hyperclovax",
+    "jais2",
 )  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,6 +99,9 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),
     "gemma4_text": ("gemma4_text", {}),
     "gemma4_unified_text": ("gemma4_unified_text", {}),
+    "cwm": ("cwm", {}),
+    "hyperclovax": ("hyperclovax", {}),
+    "jais2": ("jais2", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

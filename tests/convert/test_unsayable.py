@@ -13,10 +13,16 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
+from tests.other_systems import CONFIGS
 from tests.refusals import raises, sentence
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_module_rules
-from tools.convert.hf.config import config_of, model_type_of, omitted_settings
+from tools.convert.hf.config import (
+    config_of,
+    from_hugging_face,
+    model_type_of,
+    omitted_settings,
+)
 from tools.convert.megatron.args import args_of
 from tools.convert.megatron.args import omitted_fields as unsaid_by_args
 
@@ -218,7 +224,11 @@ def test_a_key_that_changes_no_result_does_not_keep_a_model_from_megatron(family
             assert not found or key in TRAINING_ONLY_KEYS, (key, value, found)
 
 
-def test_a_cohere2_whose_layers_all_turn_is_refused_by_what_its_class_would_do() -> None:
+def test_a_cohere2_whose_layers_all_turn_is_a_cohere() -> None:
     model = ModelConfig.model_validate(SIZES | {"family": "cohere2"})
-    with raises("convert.hf_no_positions_at_all"):
-        model_type_of(model)
+    assert model_type_of(model) == "cohere"
+
+
+def test_a_cohere2_without_a_window_is_refused_by_what_its_class_would_do() -> None:
+    with raises("convert.hf_no_positions_at_all", window="null"):
+        from_hugging_face({**CONFIGS["cohere2"], "sliding_window": None})

@@ -120,7 +120,8 @@ def reduced(config: Json) -> dict[str, Any]:
     reduced_values = _sizes(config, our_model) | _lengths(config, our_model)
     for config_key, value in reduced_values.items():
         small[names.get(config_key, config_key)] = value
-    return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    # No token is padding, whose embedding would be 0; a class may require the first one.
+    return small | {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
 
 
 def _without_weights(config: Json) -> dict[str, Any]:

@@ -114,7 +114,20 @@ _BEFORE_IN_APERTUS = {
     "attention_layernorm": "attention_norm",
     "feedforward_layernorm": "mlp_norm",
 }
-_AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
+# Of VaultGemma, and of all other Gemmas.
+_BEFORE_IN_VAULT = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm"}
+_AROUND = {**_BEFORE_IN_VAULT, **_AFTER}
+# Of GLM-4, and of HyperCLOVA X.
+_AROUND_IN_GLM4 = {
+    **_BEFORE,
+    "post_self_attn_layernorm": "attention_post_norm",
+    "post_mlp_layernorm": "mlp_post_norm",
+}
+_AROUND_IN_HYPERCLOVA = {
+    **_BEFORE,
+    "post_norm1": "attention_post_norm",
+    "post_norm2": "mlp_post_norm",
+}
 
 
 def _projections(turning: Transform = SAME) -> list[NameRule]:
@@ -339,8 +352,8 @@ def _ungated(up: str, down: str) -> list[NameRule]:
     """Return the rules of feed-forwards without a gate. up, down: the names of their layers."""
     mlp = "model.layers.N.mlp"
     return [
-        NameRule(f"{mlp}.{up}.weight", (f"{_MLP}.up.weight",)),
-        NameRule(f"{mlp}.{down}.weight", (f"{_MLP}.down.weight",)),
+        *_weight_and_bias(f"{mlp}.{up}", f"{_MLP}.up"),
+        *_weight_and_bias(f"{mlp}.{down}", f"{_MLP}.down"),
     ]
 
 
@@ -483,6 +496,17 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "ministral3": _llama(_gated()),
     "nemotron_h": _nemotron_h(),
     "kimi_linear": _llama(_experts_of_kimi(), projections=_latents_or_kimi_delta()),
+    "gemma": _llama(_gated()),
+    "vaultgemma": _llama(_gated(), _BEFORE_IN_VAULT),
+    "cohere": _llama(_gated(), _SHARED, _projections(INTERLEAVED)),
+    "glm4": _llama(_fused_gated(), _AROUND_IN_GLM4, _projections(INTERLEAVED)),
+    "glm": _llama(_fused_gated(), projections=_projections(INTERLEAVED)),
+    "ministral": _llama(_gated()),
+    "cwm": _llama(_gated()),
+    "hyperclovax": _llama(_gated(), _AROUND_IN_HYPERCLOVA),
+    "starcoder2": _llama(_ungated("c_fc", "c_proj")),
+    "stablelm": _llama(_gated()),
+    "jais2": _llama(_ungated("up_proj", "down_proj")),
 }
 # Of folders whose config.json has rope_interleave = false.
 IN_HALVES: dict[str, list[NameRule]] = {

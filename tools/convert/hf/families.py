@@ -6,7 +6,7 @@ written is read back (`tools.convert.hf.config`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megaprec.errors import UserError
@@ -49,6 +49,7 @@ from tools.convert.hf.rope import (
     NOPE_LAYERS,
     ROPE,
     ROPE_OF_APERTUS,
+    ROPE_OF_CWM,
     ROPE_OF_GPT_NEOX,
     ROPE_OF_GPT_OSS,
     ROPE_OF_MINIMAX,
@@ -66,8 +67,10 @@ from tools.convert.hf.windows import (
     WINDOW_OF_ALL_LAYERS,
     WINDOW_OF_QWEN3_MOE,
     WINDOWS_OF_COHERE2,
+    WINDOWS_OF_CWM,
     WINDOWS_OF_DOTS1,
     WINDOWS_OF_EXAONE4,
+    WINDOWS_OF_MINISTRAL,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN2_MOE,
     WINDOWS_OF_SMOLLM3,
@@ -250,17 +253,17 @@ def _factor_of_scores(model: ModelConfig) -> float:
     return next(exact, factor)
 
 
-def _read_scale_of_logits(config: ConfigKeys) -> Fields:
-    return {"logit_divisor": 1.0 / config["logit_scale"]}
+def _scale_of_logits(key: str) -> Entry:
+    """Return the entry of what logits are multiplied by; ours are divided."""
 
+    def write(model: ModelConfig) -> Json:
+        # Read back as the same logit_divisor: of such numbers the shortest.
+        scale = 1.0 / model.logit_divisor
+        neighbours = (scale, math.nextafter(scale, 0.0), math.nextafter(scale, math.inf))
+        exact = [near for near in neighbours if 1.0 / near == model.logit_divisor]
+        return {key: min(exact or [scale], key=lambda number: len(repr(number)))}
 
-def _scale_of_logits(model: ModelConfig) -> Json:
-    """Return what logits are multiplied by, so that it is read back as the same logit_divisor: of
-    such numbers the shortest."""
-    scale = 1.0 / model.logit_divisor
-    neighbours = (scale, math.nextafter(scale, 0.0), math.nextafter(scale, math.inf))
-    exact = [near for near in neighbours if 1.0 / near == model.logit_divisor]
-    return {"logit_scale": min(exact or [scale], key=lambda number: len(repr(number)))}
+    return Entry(lambda config: {"logit_divisor": 1.0 / config[key]}, write)
 
 
 def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
@@ -272,6 +275,21 @@ def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
 
 def _require_heads_of_hidden(config: ConfigKeys) -> Fields:
     return _require_default_width(config, config["hidden_size"], config["num_attention_heads"])
+
+
+def _read_parallel_branches(config: ConfigKeys) -> Fields:
+    """Return whether both branches read one norm, as those of StableLM do where they are
+    parallel."""
+    is_parallel = config["use_parallel_residual"]
+    return {"parallel_residual": is_parallel, "shared_norm": is_parallel}
+
+
+def _read_scores_of_hyperclova(config: ConfigKeys) -> Fields:
+    factor = config["attention_multiplier"]
+    if factor is None:
+        heads = _read_heads(config)
+        return {"attention_scalar": float(heads["head_dim"])}
+    return {"attention_scalar": float(factor) ** -2}
 
 
 def _heads_fill_hidden(model: ModelConfig) -> bool:
@@ -323,6 +341,12 @@ def _newer_than_4(model: ModelConfig) -> Iterator[str]:
     yield f"make a {model.family} model"
 
 
+def _unknown_to_4(model_type: str) -> Callable[[ModelConfig], Iterable[str]]:
+    """Return the note of a model_type that transformers 4 lacks, if it has others of our
+    family."""
+    return lambda model: (f"make a {model_type} model",)
+
+
 def _nemotron_h_beyond_4(model: ModelConfig) -> Iterator[str]:
     yield "make a nemotron_h model without the code of a published folder"
 
@@ -367,6 +391,13 @@ _GEMMA = (
         lambda model: {"query_pre_attn_scalar": int(model.attention_scalar)},
     ),
 )
+_GEMMA2 = (
+    *_GEMMA,
+    ROPE,
+    by_layer_type(pattern=2, unused_window=4096),
+    _softcap("attn_logit_softcapping", "attention_softcap"),
+    _softcap("final_logit_softcapping", "final_softcap"),
+)
 _QWEN3_5 = (
     *_OF_SOME_WIDTH,
     _SILU,
@@ -385,18 +416,42 @@ _DEEPSEEK = (
     _ATTENTION_BIAS,
 )
 
-_GRANITE = (
+_SCALED_BRANCHES = (
     *_LLAMA,
     _SILU,
     ROPE,
     _ATTENTION_BIAS,
     _number("embedding_multiplier", "embedding_scale"),
     _number("residual_multiplier", "branch_scale"),
+    NO_WINDOW,
+)
+_GRANITE = (
+    *_SCALED_BRANCHES,
     _number("logits_scaling", "logit_divisor"),
     Entry(
         lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
         lambda model: {"attention_multiplier": _factor_of_scores(model)},
     ),
+)
+# One norm for both branches, as wide as the heads together.
+_COHERE = (
+    *_ROTARY,
+    _HEADS,
+    # Its class divides the features among the heads, whatever head_dim says.
+    Entry(_require_heads_of_hidden),
+    same("layer_norm_eps", "norm_eps"),
+    _WIDTH,
+    _SILU,
+    ROPE,
+    _ATTENTION_BIAS,
+    _scale_of_logits("logit_scale"),
+)
+_GLM = (
+    *_LLAMA,
+    _SILU,
+    ROPE_OF_SOME_FEATURES,
+    same("attention_bias", "qkv_bias"),
+    always(output_bias=False),
     NO_WINDOW,
 )
 
@@ -514,6 +569,36 @@ _GRANITE_DEFAULTS = _LLAMA_DEFAULTS | {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
+
+_COHERE_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "logit_scale": 0.0625,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 5,
+    "eos_token_id": 255001,
+    "pad_token_id": 0,
+}
+_GLM_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 0.00000015625,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 151329,
+}
+_SOFTCAPS = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 
 _NO_CLIPPING: dict[str, tuple[Any, ...]] = {"clip_qkv": (None,)}
 # of published files of Cohere 2, which its class does not read
@@ -900,19 +985,9 @@ FAMILIES: dict[str, Family] = {
         ours="gemma2",
         architecture="Gemma2ForCausalLM",
         defaults=_GEMMA_DEFAULTS
-        | {
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
-        entries=(
-            *_GEMMA,
-            ROPE,
-            by_layer_type(pattern=2, unused_window=4096),
-            _softcap("attn_logit_softcapping", "attention_softcap"),
-            _softcap("final_logit_softcapping", "final_softcap"),
-        ),
+        | _SOFTCAPS
+        | {"vocab_size": 256000, "max_position_embeddings": 8192},
+        entries=_GEMMA2,
         requires=_heads_divide_hidden,
         allowed=_OLDER_TANH_GELU,
     ),
@@ -1310,36 +1385,8 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family(
         ours="cohere2",
         architecture="Cohere2ForCausalLM",
-        defaults=_LLAMA_DEFAULTS
-        | {
-            "vocab_size": 256000,
-            "hidden_size": 8192,
-            "intermediate_size": 22528,
-            "logit_scale": 0.0625,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 64,
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "pad_token_id": 0,
-        },
-        entries=(
-            *_ROTARY,
-            _HEADS,
-            # Its class divides the features among the heads, whatever head_dim says.
-            Entry(_require_heads_of_hidden),
-            same("layer_norm_eps", "norm_eps"),
-            _WIDTH,
-            _SILU,
-            ROPE,
-            _ATTENTION_BIAS,
-            WINDOWS_OF_COHERE2,
-            Entry(_read_scale_of_logits, _scale_of_logits),
-        ),
+        defaults=_COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        entries=(*_COHERE, WINDOWS_OF_COHERE2),
         allowed=_KEYS_OF_COHERE,
         requires=_heads_fill_hidden,
     ),
@@ -1708,5 +1755,230 @@ FAMILIES: dict[str, Family] = {
         aliases=ALIASES_OF_KIMI,
         allowed=ALLOWED_OF_KIMI,
         beyond_transformers_4=_newer_than_4,
+    ),
+    "gemma": Family(
+        ours="gemma2",
+        architecture="GemmaForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+        },
+        entries=(
+            *_LLAMA,
+            # Published files say gelu and mean the approximation, as its class takes it.
+            only("hidden_act", *TANH_GELU, "gelu"),
+            always(norm_at="before", attention_softcap=0.0, final_softcap=0.0),
+            ROPE,
+            _ATTENTION_BIAS,
+            NO_WINDOW,
+        ),
+        allowed={"hidden_activation": (*TANH_GELU, None)},
+    ),
+    "vaultgemma": Family(
+        ours="gemma2",
+        architecture="VaultGemmaForCausalLM",
+        defaults=_GEMMA_DEFAULTS
+        | _SOFTCAPS
+        | {"vocab_size": 256000, "max_position_embeddings": 8192},
+        entries=(*_GEMMA2, always(norm_at="before")),
+        requires=_heads_divide_hidden,
+    ),
+    "cohere": Family(
+        ours="cohere2",
+        architecture="CohereForCausalLM",
+        defaults=_COHERE_DEFAULTS | {"rope_theta": 500_000.0},
+        entries=(*_COHERE, NO_WINDOW),
+        # which its class does not read
+        allowed={"model_max_length": (131072, 8192)},
+        requires=_heads_fill_hidden,
+    ),
+    "glm4": Family(
+        ours="glm4",
+        architecture="Glm4ForCausalLM",
+        defaults=_GLM_DEFAULTS,
+        entries=_GLM,
+    ),
+    "glm": Family(
+        ours="glm4",
+        architecture="GlmForCausalLM",
+        defaults=_GLM_DEFAULTS,
+        entries=(*_GLM, always(norm_at="before")),
+    ),
+    "ministral": Family(
+        ours="mistral",
+        architecture="MinistralForCausalLM",
+        defaults=_MISTRAL_DEFAULTS,
+        entries=(*_LLAMA, _SILU, ROPE, WINDOWS_OF_MINISTRAL),
+    ),
+    "cwm": Family(
+        ours="mistral",
+        architecture="CwmForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 6144,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 8192,
+            "bos_token_id": 128000,
+            "eos_token_id": None,
+        },
+        entries=(*_LLAMA, _SILU, ROPE_OF_CWM, same("mlp_bias", "mlp_bias"), WINDOWS_OF_CWM),
+        requires=_heads_divide_hidden,
+        beyond_transformers_4=_unknown_to_4("cwm"),
+    ),
+    "hyperclovax": Family(
+        ours="granite",
+        architecture="HyperCLOVAXForCausalLM",
+        defaults=_GRANITE_DEFAULTS | {"attention_multiplier": None, "use_post_norm": True},
+        entries=(
+            *_SCALED_BRANCHES,
+            same("mlp_bias", "mlp_bias"),
+            Entry(
+                lambda config: {"norm_at": "around" if config["use_post_norm"] else "before"},
+                lambda model: {"use_post_norm": model.norm_at == "around"},
+            ),
+            _scale_of_logits("logits_scaling"),
+            Entry(
+                _read_scores_of_hyperclova,
+                lambda model: {"attention_multiplier": _factor_of_scores(model)},
+            ),
+        ),
+        requires=_heads_divide_hidden,
+        beyond_transformers_4=_unknown_to_4("hyperclovax"),
+    ),
+    "starcoder2": Family(
+        ours="gpt_neox",
+        architecture="Starcoder2ForCausalLM",
+        defaults=_DEFAULTS
+        | {
+            "vocab_size": 49152,
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.018042,
+            "norm_epsilon": 1e-5,
+            "sliding_window": None,
+            "residual_dropout": 0.0,
+            "embedding_dropout": 0.0,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+        entries=(
+            *_ROTARY,
+            _HEADS,
+            _WIDTH,
+            same("norm_epsilon", "norm_eps"),
+            _gelu("hidden_act"),
+            ROPE,
+            WINDOW_OF_ALL_LAYERS,
+            same("use_bias", "qkv_bias", "output_bias", "mlp_bias"),
+            same("residual_dropout", "dropout"),
+            same("embedding_dropout", "embedding_dropout"),
+            always(parallel_residual=False),
+        ),
+        # of published files, which its class does not read
+        allowed={
+            "activation_function": ("gelu", None),
+            "mlp_type": ("default",),
+            "norm_type": ("layer_norm",),
+        },
+    ),
+    "stablelm": Family(
+        ours="gpt_neox",
+        architecture="StableLmForCausalLM",
+        defaults=_DEFAULTS
+        | {
+            "vocab_size": 50304,
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "use_qkv_bias": False,
+            "qk_layernorm": False,
+            "use_parallel_residual": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        entries=(
+            *_ROTARY,
+            _HEADS,
+            Entry(_require_heads_of_hidden),
+            _WIDTH,
+            same("layer_norm_eps", "norm_eps"),
+            _SILU,
+            always(mlp="swiglu", output_bias=False, mlp_bias=False),
+            ROPE_OF_SOME_FEATURES,
+            NO_WINDOW,
+            same("use_qkv_bias", "qkv_bias"),
+            only("qk_layernorm", False),
+            Entry(
+                _read_parallel_branches,
+                lambda model: {"use_parallel_residual": model.parallel_residual},
+            ),
+        ),
+        requires=_heads_fill_hidden,
+    ),
+    "jais2": Family(
+        ours="gpt_neox",
+        architecture="Jais2ForCausalLM",
+        defaults=_DEFAULTS
+        | {
+            "vocab_size": 150272,
+            "hidden_size": 3328,
+            "intermediate_size": 26624,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 26,
+            "num_key_value_heads": None,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "bos_token_id": 0,
+            "eos_token_id": 150024,
+        },
+        entries=(
+            *_ROTARY,
+            _HEADS,
+            _WIDTH,
+            same("layer_norm_eps", "norm_eps"),
+            only("hidden_act", "relu2"),
+            always(mlp="relu2", parallel_residual=False),
+            ROPE,
+            NO_WINDOW,
+            _ATTENTION_BIAS,
+            same("mlp_bias", "mlp_bias"),
+        ),
+        requires=_heads_divide_hidden,
+        beyond_transformers_4=_unknown_to_4("jais2"),
     ),
 }

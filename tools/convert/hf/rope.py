@@ -49,6 +49,7 @@ APERTUS_PARAMETERS = {  # likewise
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+CWM_PARAMETERS = APERTUS_PARAMETERS | {"rope_theta": 1_000_000.0, "factor": 16.0}  # likewise
 _BETA = "llama_4_scaling_beta"
 MINISTRAL3_PARAMETERS = {  # likewise
     "rope_type": "yarn",
@@ -143,8 +144,7 @@ def _read_qwen3_5(config: ConfigKeys) -> Fields:
 def _read_ministral3(config: ConfigKeys) -> Fields:
     """Return the fields of Ministral 3, whose queries grow with their position. Raises UserError
     without an original length, for which its class has no factors."""
-    if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
-        config.stated["rope_parameters"] = dict(MINISTRAL3_PARAMETERS)
+    _fill_in(config, MINISTRAL3_PARAMETERS)
     parameters = _parameters(config)
     beta = parameters.pop(_BETA, None)
     longest = config["max_position_embeddings"]
@@ -166,12 +166,21 @@ def _write_ministral3(model: ModelConfig) -> Json:
     return {"rope_parameters": {**_newer_parameters(model), **beta}}
 
 
-def _read_apertus(config: ConfigKeys) -> Fields:
-    """Return the fields of Apertus, whose class has Llama 3's scaling where the file says
-    nothing."""
+def _fill_in(config: ConfigKeys, parameters: Json) -> None:
+    """State the rope parameters that a class has where the file says nothing."""
     if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
-        config.stated["rope_parameters"] = dict(APERTUS_PARAMETERS)
-    return _read_all_features(config)
+        config.stated["rope_parameters"] = dict(parameters)
+
+
+def _scaled_unless_said(parameters: Json) -> Entry:
+    """Return the entry of a family whose class has these parameters where the file says
+    nothing."""
+
+    def read(config: ConfigKeys) -> Fields:
+        _fill_in(config, parameters)
+        return _read_all_features(config)
+
+    return Entry(read, lambda model: {**_write(model), "rope_parameters": _newer_parameters(model)})
 
 
 def _read_gpt_neox(config: ConfigKeys) -> Fields:
@@ -188,8 +197,7 @@ def _read_gpt_neox(config: ConfigKeys) -> Fields:
 
 def _read_gpt_oss(config: ConfigKeys) -> Fields:
     """Return the fields of gpt-oss, whose class has YaRN where the file says nothing."""
-    if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
-        config.stated["rope_parameters"] = dict(GPT_OSS_PARAMETERS)
+    _fill_in(config, GPT_OSS_PARAMETERS)
     rotary = _read_all_features(config)
     # transformers ignores it
     original_length = rotary["rope_scaling"].get(ORIGINAL)
@@ -278,10 +286,8 @@ ROPE_OF_PHI3 = Entry(
     lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
 )
 ROPE_OF_MINISTRAL3 = Entry(_read_ministral3, _write_ministral3)
-ROPE_OF_APERTUS = Entry(
-    _read_apertus,
-    lambda model: {**_write(model), "rope_parameters": _newer_parameters(model)},
-)
+ROPE_OF_APERTUS = _scaled_unless_said(APERTUS_PARAMETERS)
+ROPE_OF_CWM = _scaled_unless_said(CWM_PARAMETERS)
 ROPE_OF_MINIMAX = Entry(
     _read_minimax,
     lambda model: {

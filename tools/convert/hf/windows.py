@@ -145,12 +145,35 @@ def _read_cohere2(config: ConfigKeys) -> Fields:
     return {**window_fields(has_window, window), "nope_layers": _layers_without(has_window)}
 
 
+def _read_ministral(config: ConfigKeys) -> Fields:
+    """Return the window of Ministral and its layers: those of layer_types, otherwise all."""
+    window = _window(config)
+    layers = config["num_hidden_layers"]
+    types = config["layer_types"]
+    if types is None:
+        return window_fields([True] * layers, window)
+    return _required_fields(_layers_with_window(types, layers), window)
+
+
+def _read_cwm(config: ConfigKeys) -> Fields:
+    """Return the window of CWM and its layers: those of layer_types, otherwise all but each
+    fourth, from the first one on."""
+    window = _window(config)
+    layers = config["num_hidden_layers"]
+    types = config["layer_types"]
+    if types is None:
+        has_window = [number % 4 > 0 for number in range(layers)]
+    else:
+        has_window = _layers_with_window(types, layers)
+    return _required_fields(has_window, window)
+
+
 def _layers_without(has_window: Sequence[bool]) -> tuple[int, ...]:
     """Return the numbers of the layers without the window."""
     return tuple(number for number, has in enumerate(has_window) if not has)
 
 
-def _write_exaone4(model: ModelConfig) -> Json:
+def _write_by_type(model: ModelConfig) -> Json:
     return {"sliding_window": model.window or None, "layer_types": _layer_types(model)}
 
 
@@ -212,8 +235,10 @@ NO_WINDOW = Entry(
     lambda config: require_layers_alike(config, window=0, layers=config["num_hidden_layers"])
 )
 WINDOWS_OF_DOTS1 = Entry(_read_dots1, _write_dots1)
-WINDOWS_OF_EXAONE4 = Entry(_read_exaone4, _write_exaone4)
-WINDOWS_OF_COHERE2 = Entry(_read_cohere2, _write_exaone4)
+WINDOWS_OF_EXAONE4 = Entry(_read_exaone4, _write_by_type)
+WINDOWS_OF_COHERE2 = Entry(_read_cohere2, _write_by_type)
+WINDOWS_OF_MINISTRAL = Entry(_read_ministral, _write_by_type)
+WINDOWS_OF_CWM = Entry(_read_cwm, _write_by_type)
 WINDOWS_OF_SMOLLM3 = Entry(_read_smollm3, _write_smollm3)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)

@@ -460,7 +460,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_LLAMA,
         "head_dim": 8,
         "partial_rotary_factor": 0.25,
-        "attention_bias": False,
     },
     "ministral": {
         "model_type": "ministral",
@@ -632,9 +631,9 @@ FOR_MEGATRON: dict[str, dict[str, Any]] = {
 }
 WITHOUT_MEGATRON |= FOR_MEGATRON.keys()
 IN_MEGATRON = (CONFIGS.keys() - WITHOUT_MEGATRON) | FOR_MEGATRON.keys()
-# Llamas but for the order of rows, which Megatron's files do not say: they come back as `llama`.
-LLAMA_FROM_MEGATRON = {"ernie4_5"}
-BACK_FROM_MEGATRON = IN_MEGATRON - LLAMA_FROM_MEGATRON
+# Megatron's files do not say the family. These come back as the first that computes the same.
+OTHERS_FROM_MEGATRON = {"ernie4_5": "llama", "ministral": "smollm3"}
+BACK_FROM_MEGATRON = IN_MEGATRON - OTHERS_FROM_MEGATRON.keys()
 
 
 def usually(few: Iterable[Any], all_kinds: Iterable[Any] = CONFIGS) -> list[Any]:

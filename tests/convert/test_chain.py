@@ -25,7 +25,7 @@ from parallel.pipeline.kinds import schedule
 from tests.other_systems import (
     CONFIGS,
     FOR_MEGATRON,
-    LLAMA_FROM_MEGATRON,
+    OTHERS_FROM_MEGATRON,
     WITHOUT_MEGATRON,
     write_folder,
 )
@@ -49,7 +49,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "llama-even": {"kind": "llama", "vocab_size": 256, "num_key_value_heads": 4},
 }
 KINDS = [*CONFIGS, *CHANGED]
-IN_MEGATRON = [kind for kind in KINDS if kind not in WITHOUT_MEGATRON | LLAMA_FROM_MEGATRON]
+IN_MEGATRON = [kind for kind in KINDS if kind not in WITHOUT_MEGATRON | OTHERS_FROM_MEGATRON.keys()]
 
 
 def folder_of(kind: str, folder: Path) -> Path:

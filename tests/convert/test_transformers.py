@@ -17,7 +17,7 @@ from tests.other_systems import (
     BUFFERS,
     CONFIGS,
     FOR_MEGATRON,
-    LLAMA_FROM_MEGATRON,
+    OTHERS_FROM_MEGATRON,
     WITHOUT_MEGATRON,
     slow,
     usually,
@@ -152,19 +152,19 @@ def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
     assert shows(capsys.readouterr().err, "convert.megatron_not_expressible")
 
 
-@pytest.mark.parametrize("kind", sorted(LLAMA_FROM_MEGATRON))
-def test_llamas_of_another_order_come_back_bit_for_bit_and_from_megatron_as_a_llama(
-    kind: str, tmp_path: Path
+@pytest.mark.parametrize(("kind", "other"), OTHERS_FROM_MEGATRON.items())
+def test_what_megatron_cannot_name_comes_back_bit_for_bit_and_from_megatron_as_another(
+    kind: str, other: str, tmp_path: Path
 ) -> None:
     model = check_comes_back(kind, tmp_path)
     run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2)
-    run(tmp_path / "megatron", tmp_path / "llama", "--to", "hf")
-    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
-    assert llama.config.model_type == "llama"
+    run(tmp_path / "megatron", tmp_path / "other", "--to", "hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    assert again.config.model_type == other
     ids = torch.randint(131, (3, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), float32_is_float64():
         torch.testing.assert_close(
-            llama.double()(ids).logits, model.double()(ids).logits, rtol=0, atol=1e-10
+            again.double()(ids).logits, model.double()(ids).logits, rtol=0, atol=1e-10
         )
 
 

@@ -1930,7 +1930,7 @@ FAMILIES: dict[str, Family] = {
         },
         entries=(
             *_ROTARY,
-            _HEADS,
+            same("num_key_value_heads", "kv_heads"),
             Entry(_require_heads_of_hidden),
             _WIDTH,
             same("layer_norm_eps", "norm_eps"),

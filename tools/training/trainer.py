@@ -405,6 +405,7 @@ class Trainer:
         batch = len(self._samples_of_step)
         record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
         record |= self._source_fields(report)
+        record |= self._padding_fields()
         evaluated = self._evaluate_if_due(record)
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
@@ -439,6 +440,13 @@ class Trainer:
             samples.samples_taken(step.stop),
             self.config.train.seq_length,
         )
+
+    def _padding_fields(self) -> dict[str, float]:
+        """Return the field of the step's record about its padding; none unless data are packed."""
+        if self.config.data.pack == "none":
+            return {}
+        seq_length = self.config.train.seq_length
+        return optional_parts.padding_fields(self.corpus.train, self._samples_of_step, seq_length)
 
     def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Tensor]:
         """Return what evaluations after this step have found, by field, and add their means to its

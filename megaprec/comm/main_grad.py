@@ -42,6 +42,7 @@ from megaprec.torch_private import (
 
 _autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass overrides `grad`
 
+
 class Destination(Enum):
     """The place of a parameter's gradient that a layer computes in its own backward function."""
 

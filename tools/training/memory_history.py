@@ -2,7 +2,7 @@
 
 While steps are taken torch remembers the Python stack of each allocation. Its own dump of them is a
 pickle, which is neither written nor read here. If a rank runs out of memory, its live allocations
-are added up by the place in the code that made them, in a table in RUN/memory.
+are summed by the place in the code that made them, in a table in RUN/memory.
 
 A backward pass runs torch's own operators without Python: what only these allocate has no place.
 """

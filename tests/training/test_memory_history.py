@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ SNAPSHOT = {
 }
 
 
-def table(snapshot: Mapping[str, Any] = SNAPSHOT, **kinds: int) -> list[str]:
+def table(
+    snapshot: Mapping[str, Any] = SNAPSHOT, kinds: Mapping[str, int] = MappingProxyType({})
+) -> list[str]:
     return memory_table(snapshot, CPU, kinds).splitlines()
 
 
@@ -74,7 +77,7 @@ def test_the_state_of_training_is_named_by_kind() -> None:
     kinds = kinds_of(optimizer)
     # two moments of FP32; masters in FP32 are the weights
     assert kinds == {"weights": 256, "gradients": 256, "moments": 512}
-    said = table(**kinds)[1]
+    said = table(kinds=kinds)[1]
     assert said.endswith(": weights 256 B, gradients 256 B, moments 512 B")
 
 

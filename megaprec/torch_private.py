@@ -5,7 +5,7 @@ tests pass with. A new release of torch is tried against this module first.
 """
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -135,6 +135,39 @@ def has_any_hook(target: nn.Module | Tensor) -> bool:
         "_post_accumulate_grad_hooks",
     )
     return any(getattr(target, table, None) for table in tables)
+
+
+def record_memory_history(on: bool) -> None:
+    """Let torch remember the Python stack of each live allocation on a GPU from now on, or no
+    longer."""
+    torch.cuda.memory._record_memory_history(
+        "state" if on else None, context="state", stacks="python"
+    )
+
+
+def memory_snapshot() -> Mapping[str, Any]:
+    """Return what torch's allocators of GPUs hold: "segments", each with its "blocks", and of those
+    allocated within a history the stack as "frames"."""
+    return torch.cuda.memory._snapshot()
+
+
+def parameters_everywhere(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules and of those within, in any order; several times what is
+    in several places.
+
+    It calls few functions, for what each step asks. torch's own iterators call several for each
+    module, on each level.
+    """
+    parameters: list[nn.Parameter | None] = []
+    reached: list[nn.Module | None] = [*modules]
+    for module in reached:  # which grows
+        if module is None:
+            continue
+        if module._modules:
+            reached += module._modules.values()
+        if module._parameters:
+            parameters += module._parameters.values()
+    return [parameter for parameter in parameters if parameter is not None]
 
 
 def reshaped_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -30,7 +30,8 @@ from megaprec.url_secrets import without_user_of
 UNFINISHED = ".unfinished"
 PROBE = ".writable"  # an object that is written and removed to see whether that is allowed
 SAVED_TO = ("s3", "s3a", "gs", "gcs", "memory")  # kinds of URLs
-READ_FROM = (*SAVED_TO, "hf")
+HUB = "hf"
+READ_FROM = (*SAVED_TO, HUB)
 PIECE = 16 << 20  # bytes of one request
 READERS = 8  # requests of one read at the same time
 MOST_SHOWN = 300  # characters of what a library says
@@ -39,7 +40,11 @@ Answer = TypeVar("Answer")
 
 def require_saved_to(folder: Path) -> None:
     """Raise UserError for a kind of URL to which no checkpoint is saved."""
-    if _kind(folder) not in SAVED_TO:
+    kind = _kind(folder)
+    # its file system in huggingface_hub commits each file as it is closed, and has no transactions
+    if kind == HUB:
+        raise UserError.of("checkpoint.url_is_hub", url=folder, kinds=_in_words(SAVED_TO))
+    if kind not in SAVED_TO:
         raise UserError.of("checkpoint.url_not_saved_to", url=folder, kinds=_in_words(SAVED_TO))
 
 

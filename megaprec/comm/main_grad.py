@@ -42,8 +42,6 @@ from megaprec.torch_private import (
 
 _autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass overrides `grad`
 
-_SLOT = "megaprec_gradient_slot"  # attribute of a parameter
-
 
 class Destination(Enum):
     """The place of a parameter's gradient that a layer computes in its own backward function."""
@@ -75,12 +73,12 @@ class GradientSlot:
 
 def _slot(parameter: nn.Parameter) -> GradientSlot:
     """Return the slot of a parameter, which has one from its first gradient on at the latest."""
-    attributes = vars(parameter)
-    slot = attributes.get(_SLOT)
-    if slot is None:
+    try:
+        return parameter.megaprec_gradient_slot  # type: ignore[attr-defined]
+    except AttributeError:
         slot = GradientSlot()
-        attributes[_SLOT] = slot
-    return slot
+        parameter.megaprec_gradient_slot = slot  # type: ignore[attr-defined]
+        return slot
 
 
 class AbsentGradient:
@@ -153,7 +151,7 @@ def attach_main_grad(
         `main` has it for good.
     """
     parameter.main_grad = main  # type: ignore[attr-defined]
-    setattr(parameter, _SLOT, GradientSlot(make_room))
+    parameter.megaprec_gradient_slot = GradientSlot(make_room)  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
     if not isinstance(parameter, GuardedParameter):
@@ -180,8 +178,8 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     number: of the parameter among those arguments that are tensors. Raises UserError for what a
     gradient that is added to `main_grad` cannot be: seen by a hook, or differentiated.
     """
-    (only_one,) = destinations(ctx, number, [parameter])
-    return only_one
+    node, _ = ctx.next_functions[number]
+    return _destination_of(node, parameter)
 
 
 def destinations(
@@ -244,19 +242,22 @@ def require_unchanged_weights(ctx: Any) -> None:
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Return True if `main_grad` holds gradients of this step, to which the next one is added."""
-    slot: GradientSlot | None = vars(parameter).get(_SLOT)
+    slot: GradientSlot | None = getattr(parameter, "megaprec_gradient_slot", None)
     return slot is not None and slot.has_gradient
 
 
 def received_gradient(parameter: nn.Parameter) -> bool:
     """Return True if gradients of this step are in `main_grad`, or were taken out of it."""
-    slot: GradientSlot | None = vars(parameter).get(_SLOT)
+    slot: GradientSlot | None = getattr(parameter, "megaprec_gradient_slot", None)
     return slot is not None and (slot.has_gradient or slot.taken)
 
 
 def forget_gradient(parameter: nn.Parameter) -> None:
     """Mark the parameter as having no gradient in `main_grad`: the next one overwrites the view."""
-    slot = _slot(parameter)
+    _forget(_slot(parameter))
+
+
+def _forget(slot: GradientSlot) -> None:
     slot.has_gradient = False
     slot.thread = None
     slot.several_threads = False
@@ -307,10 +308,10 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
         raise UserError.of(
             "optimizer.gradient_after_reduction", name=layout_of(parameter).parts[0].name
         )
-    _require_one_thread(parameter)
+    _require_one_thread(parameter, slot)
     if slot.make_room is not None:
         slot.make_room()
-    is_first = not has_gradient(parameter)
+    is_first = not slot.has_gradient
     slot.has_gradient = True
     return parameter.main_grad, is_first  # type: ignore[attr-defined]
 
@@ -348,13 +349,13 @@ def _accumulate_in_thread(parameter: nn.Parameter) -> None:
     The threads are compared even if there is no `grad`, because another thread's hook may have
     taken it.
     """
-    _require_one_thread(parameter)
+    _require_one_thread(parameter, _slot(parameter))
     accumulate_autograd_grad(parameter)
 
 
-def _require_one_thread(parameter: nn.Parameter) -> None:
+def _require_one_thread(parameter: nn.Parameter, slot: GradientSlot) -> None:
     """Raise UserError if another thread, which still runs, has added to the gradient of this step:
-    one could be lost.
+    one could be lost. slot: of the parameter.
 
     autograd computes on a CPU in the thread that calls it, but on a GPU in one thread of the
     device.
@@ -362,9 +363,9 @@ def _require_one_thread(parameter: nn.Parameter) -> None:
     if not parameter.is_cpu:
         return
     current = current_thread()
-    slot = _slot(parameter)
-    is_owned = slot.thread is not None and slot.thread.is_alive()
-    if slot.several_threads or (is_owned and slot.thread is not current):
+    owner = slot.thread
+    is_anothers = owner is not None and owner is not current and owner.is_alive()
+    if slot.several_threads or is_anothers:
         slot.several_threads = True
         name = layout_of(parameter).parts[0].name
         raise UserError.of("optimizer.backward_from_threads", name=name)
@@ -399,7 +400,7 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
         slot = _slot(parameter)
         # the thread in which the error was raised may have swallowed it
         if slot.several_threads:
-            _require_one_thread(parameter)
+            _require_one_thread(parameter, slot)
         accumulate_autograd_grad(parameter)
         if not slot.has_gradient:
             if slot.make_room is not None:
@@ -417,6 +418,7 @@ def set_closed(parameters: Iterable[nn.Parameter], closed: bool) -> None:
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
-        forget_gradient(parameter)
-        _slot(parameter).taken = False
+        slot = _slot(parameter)
+        _forget(slot)
+        slot.taken = False
         _autograd_grad.__set__(parameter, None)

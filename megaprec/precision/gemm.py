@@ -25,6 +25,7 @@ from megaprec.torch_private import has_bf16_products, has_kernel
 
 # elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
 _ELEMENTS_PER_CAST = 1 << 16
+_HALF = (torch.float16, torch.bfloat16)
 # torch's switches that allow a GPU to sum in 16 bits
 _NARROW_SUMS = (
     "allow_bf16_reduced_precision_reduction",
@@ -158,7 +159,8 @@ def fp32_sums() -> Iterator[None]:
 
 def slow_half(tensor: Tensor) -> bool:
     """Return True if products of this tensor are faster in FP32, with the result rounded."""
-    if tensor.device.type != "cpu":
+    # the dtype first: most products are not in FP16 or bf16
+    if tensor.dtype not in _HALF or tensor.device.type != "cpu":
         return False
     return tensor.dtype == torch.float16 or slow_bf16(tensor)
 
@@ -224,8 +226,7 @@ def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
     torch does so for 16-bit factors on CUDA (`_addmm_dtype_out_cuda` in
     aten/src/ATen/native/cuda/Blas.cpp), and has no such product for a CPU.
     """
-    is_half = factor.dtype in (torch.bfloat16, torch.float16)
-    if not is_half or total.dtype != torch.float32:
+    if factor.dtype not in _HALF or total.dtype != torch.float32:
         return False
     return _has_wide_totals(total.device.type)
 

@@ -100,6 +100,16 @@ class PackedSamples(Samples):
         )
         return self._with_documents(batch, ids.tolist())
 
+    def padding(self, position: int, count: int) -> int:
+        """Return how many tokens of the samples at positions [position, position + count) of the
+        run are padding."""
+        ids = self._ids(np.arange(position, position + count, dtype=np.int64))
+        begins = self._pieces.first_pieces[ids]
+        ends = self._pieces.first_pieces[ids + 1]
+        spans = zip(begins.tolist(), ends.tolist(), strict=True)
+        filled = sum(int(self._pieces.lengths[begin:end].sum()) for begin, end in spans)
+        return count * self._seq_length - filled
+
     def require_counted(self, what: str) -> None:
         """Raise UserError if no target of an epoch counts in the loss.
 

@@ -39,6 +39,8 @@ def remote_path(url: str) -> Path:
         from upath import UPath  # noqa: PLC0415 (optional)
     except ImportError as problem:
         raise UserError.of("data.url_reader_missing", url=url) from problem
+    if not url.partition("://")[2].strip("/"):
+        raise UserError.of("data.url_without_place", url=url)
     if "::" in url:
         raise UserError.of("data.url_chained", url=url)
     with naming_url(url):

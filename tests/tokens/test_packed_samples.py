@@ -65,6 +65,14 @@ def test_each_token_is_once_an_epoch_an_input_and_behind_the_first_a_target(tmp_
         assert (batch.targets[is_target] == batch.tokens[is_target] + 1).all()
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_padding_of_samples_is_what_no_document_fills(tmp_path: Path, shuffle: bool) -> None:
+    samples = packed(documents(tmp_path), shuffle=shuffle)
+    for position, count in [(0, 1), (4, 3), (9, 5), (2, 0)]:
+        tokens = samples.batch(position, count).tokens if count else torch.empty(0)
+        assert samples.padding(position, count) == (tokens == PADDING).sum()
+
+
 def test_a_sample_is_the_pieces_of_a_plain_loop_and_padding(tmp_path: Path) -> None:
     batch = packed(documents(tmp_path), shuffle=False).batch(0, 11)
     assert batch.documents is not None and batch.positions is not None

@@ -360,6 +360,12 @@ def test_a_server_that_does_not_tell_the_size_is_refused(served: str, conduct: C
         IndexedDataset(path_of(served))
 
 
+@pytest.mark.parametrize("url", ["s3://", "memory:///", "hf://"])
+def test_a_url_that_names_no_place_is_refused(url: str) -> None:
+    with raises("data.url_without_place", url=url):
+        path_of(url)
+
+
 def test_a_url_without_folders_is_refused() -> None:
     with raises("data.url_without_folder", url="data://x/y"):
         path_of("data://x/y")

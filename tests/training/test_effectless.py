@@ -196,7 +196,7 @@ lr: peak schedule warmup unit
 train: steps global_batch batch_schedule seq_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
 checkpoint: every keep background resume export folder
-log: every to plot plot_over progress peak_tflops sample attention_logits
+log: every to plot plot_over progress peak_tflops sample attention_logits memory_history
 """
 
 

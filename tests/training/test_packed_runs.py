@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from megaprec.checkpoint.reader import Store
+from megaprec.tokens.blend import Blend, WeightedStretch
+from megaprec.tokens.packed_samples import PADDING
+from megaprec.tokens.samples import Samples
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
+from tools.config.run_file import load_run
+from tools.training.corpus import open_corpus
+from tools.training.packing_notes import padding_fields
 
 QUICK = (
     "data.pack=best_fit",
@@ -50,6 +56,28 @@ def test_a_run_has_the_same_packed_samples_in_other_layouts(file: Path, tmp_path
     tiled = (*QUICK, "data.pack=none", "train.steps=2", f"train.folder={tmp_path / 'tiled'}")
     assert train(file, *tiled) == 0
     assert losses(tmp_path / "tiled") != pytest.approx(whole[:2], rel=1e-3)
+
+
+def test_a_step_says_how_many_of_its_tokens_are_padding(file: Path, tmp_path: Path) -> None:
+    said = [step["padding"] for step in steps(file.parent / "run")]
+    assert all(0 <= share < 1 for share in said) and any(said)
+    corpus = open_corpus(load_run(file, QUICK))
+    for number, share in enumerate(said):
+        batch = corpus.train.batch(4 * number, 4)
+        # a document of the text has no token that is the id of padding
+        assert share == (batch.tokens == PADDING).double().mean().item()
+    tiled = (*QUICK, "data.pack=none", "train.steps=1", f"train.folder={tmp_path / 'run'}")
+    assert train(file, *tiled) == 0
+    assert "padding" not in steps(tmp_path / "run")[0]
+
+
+def test_a_step_of_a_blend_has_the_padding_of_its_samples_of_each_data_set(file: Path) -> None:
+    samples = open_corpus(load_run(file, QUICK)).train
+    assert isinstance(samples, Samples)
+    blend = Blend([samples, samples], [WeightedStretch.first([0.7, 0.3])], ["one", "another"])
+    for step in (range(3), range(5, 17)):
+        padding = blend.batch(step.start, len(step)).tokens == PADDING
+        assert padding_fields(blend, step, 16) == {"padding": padding.double().mean().item()}
 
 
 @pytest.mark.parametrize("step", [1, 3])

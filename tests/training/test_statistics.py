@@ -106,13 +106,16 @@ def test_a_tensor_is_in_the_row_of_its_layer(name: str, row: str) -> None:
     assert row_of(name) == row
 
 
-def test_report_and_compare_draw_the_maps(watched: Path, tmp_path: Path) -> None:
+def test_report_and_compare_draw_the_maps(
+    watched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(watched), "-o", str(page)]) == 0
     assert "Inside the model" in page.read_text()
     picture = tmp_path / "maps.png"
     assert main(["compare", str(watched), str(watched), "--statistics", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"written    {picture}" in capsys.readouterr().out
 
 
 def test_compare_says_which_run_has_no_statistics(

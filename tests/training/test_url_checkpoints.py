@@ -157,7 +157,9 @@ def test_the_exported_folder_of_a_checkpoint_at_a_url_is_whole_or_no_model_and_g
     ("place", "code"),
     [
         ("https://localhost/run", "checkpoint.url_not_saved_to"),
-        ("hf://someone/model", "checkpoint.url_not_saved_to"),
+        ("hf://someone/model", "checkpoint.url_is_hub"),
+        ("s3://", "data.url_without_place"),
+        ("memory:///", "data.url_without_place"),
         ("s3://key:hunter2@bucket/run", "config.url_password"),
         ("s3://no-such-bucket-here/run", "checkpoint.url_failed"),
     ],

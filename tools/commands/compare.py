@@ -191,8 +191,8 @@ def _show(args: argparse.Namespace, curves: Sequence[Curve], compared: _Compared
     if len(compared.keys) > MOST_KEYS:
         print(f"differs    {len(compared.keys) - MOST_KEYS:,} keys more: --json has all")
     print_table(table(curves, compared.bits, compared.hides_losses))
-    if args.output:
-        print(f"written    {args.output}")
+    for written in filter(None, (args.output, args.statistics)):
+        print(f"written    {written}")
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:

@@ -32,7 +32,7 @@ from megaprec.precision.plan import PrecisionPlan
 from megaprec.text.characters import CHARACTERS
 from megaprec.text.tokenizer_files import tokenizer_in
 from megaprec.tokens.files import write_whole
-from megaprec.tokens.places import path_of
+from megaprec.tokens.places import is_url, path_of
 from megaprec.url_secrets import has_password, masked
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
@@ -73,8 +73,16 @@ OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other sy
 
 
 def checkpoint_folder(place: str, run_folder: Path) -> Path:
-    """Return the folder of the checkpoints of a run. place: the value of checkpoint.folder."""
-    return path_of(place.rstrip("/") or "/") if place else run_folder / "checkpoints"
+    """Return the folder of the checkpoints of a run. place: the value of checkpoint.folder.
+
+    Raises UserError for a URL that names no place.
+    """
+    if not place:
+        return run_folder / "checkpoints"
+    stripped = place.rstrip("/")
+    # what is left of "s3://" would be a folder of this machine
+    keeps_kind = is_url(place) == is_url(stripped)
+    return path_of(stripped if keeps_kind and stripped else place)
 
 
 class RunConfig(BaseModel):

@@ -50,7 +50,8 @@ NUMBERS = (
     HELD_OUT_LOSS,
     AVERAGE_LOSS,
 )
-FINITE_NUMBERS = ("lr", "seconds", "tokens_per_s")
+PADDING = "padding"  # the share of a step's tokens that are padding of packed samples
+FINITE_NUMBERS = ("lr", "seconds", "tokens_per_s", PADDING)
 WHOLE_NUMBERS = ("step", "first_sample", "num_samples")
 TEXTS = ("outcome", "advice", "said", "why", "state", "set")
 COUNTS_OF_OFFENDER = ("stage", "tp_rank", "infs", "nans", "elements")

@@ -80,8 +80,9 @@ if TYPE_CHECKING:
     from tools.training.kept_format import kept_format_note, with_kept_format
     from tools.training.kernel_lines import kernel_lines
     from tools.training.launch import launch_local
+    from tools.training.memory_history import memory_history
     from tools.training.open_texts import open_text
-    from tools.training.packing_notes import packing_notes
+    from tools.training.packing_notes import packing_notes, padding_fields
     from tools.training.prediction import measured_prediction, print_plan
     from tools.training.prepare import open_checked, prepare, verify_models, write_yardsticks
     from tools.training.profiling import StepProfile

@@ -1,7 +1,8 @@
-"""Notes on packed data: what became of the documents, and how much is padding."""
+"""Packed data: notes on what became of the documents, and how much of a step is padding."""
 
 from collections.abc import Iterator, Sequence
 
+from megaprec.tokens.blend import Blend
 from megaprec.tokens.packed_samples import PackedSamples
 from megaprec.tokens.samples import Samples
 from megaprec.tokens.truncations import truncations_of_packing
@@ -9,6 +10,7 @@ from megaprec.url_secrets import masked
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.console.units import counted
+from tools.journal.records import PADDING
 
 
 def packing_notes(config: RunConfig, parts: Sequence[Samples]) -> Iterator[str]:
@@ -26,3 +28,21 @@ def packing_notes(config: RunConfig, parts: Sequence[Samples]) -> Iterator[str]:
             f"{masked(str(dataset.prefix))} whole, {packed.long:,} of more than {seq_length:,} "
             f"tokens cut; {counted(packed.samples, 'sample')}, {share:.2%} padding"
         )
+
+
+def padding_fields(samples: Samples | Blend, step: range, seq_length: int) -> dict[str, float]:
+    """Return the field of a step's record with the share of its tokens that are padding.
+
+    samples: packed ones. step: the positions of its samples.
+    """
+    spans = [(samples, step.start, step.stop)]
+    if isinstance(samples, Blend):
+        # the samples of a data set follow each other in a blend
+        before = samples.samples_taken(step.start)
+        after = samples.samples_taken(step.stop)
+        spans = [*zip(samples.parts, before, after, strict=True)]
+    padding = 0
+    for packed, start, stop in spans:
+        assert isinstance(packed, PackedSamples), "the run packs all of its data sets"
+        padding += packed.padding(start, stop - start)
+    return {PADDING: padding / (len(step) * seq_length)}

@@ -61,6 +61,8 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
             "parallel.async_tensor = true on a CPU: torch's unfused forms stand for fused "
             "products, which shows their numbers and gains no time"
         )
+    if device == "cpu" and config.log.memory_history:
+        yield "log.memory_history = true has no effect on a CPU: torch has no history of its memory"
     if device == "cpu" and local_ranks > cores():
         yield (
             f"{local_ranks} ranks share {counted(cores(), 'CPU core')} and wait for each other: "

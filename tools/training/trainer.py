@@ -247,7 +247,12 @@ class Trainer:
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
             # Settings of the process, which are put back after the run.
-            with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
+            with (
+                tf32(self.config.plan.tf32),
+                fp32_sums(),
+                self._memory_history(),
+                self._journal() as journal,
+            ):
                 self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
                 with self.position.in_phase(Phase.SAVE):
                     self._saves.finish(self.progress.step)
@@ -318,6 +323,14 @@ class Trainer:
         return optional_parts.StepProfile(
             log.profile, self.rank, engine.stages, engine.device, folder
         )
+
+    def _memory_history(self) -> AbstractContextManager[None]:
+        """Return a block that says what holds this rank's GPU's memory if it runs out."""
+        config = self.config
+        if not config.log.memory_history or self.engine.device.type != "cuda":
+            return nullcontext()
+        folder = Path(config.train.folder)
+        return optional_parts.memory_history(self.rank, self.engine.optimizer, folder)
 
     def _checked_step(self, journal: Journal | None) -> "tuple[StepReport, Shadow | None]":
         """Take a step. If the sentinel finds that it was computed wrongly, end the run."""
@@ -405,6 +418,7 @@ class Trainer:
         batch = len(self._samples_of_step)
         record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
         record |= self._source_fields(report)
+        record |= self._padding_fields()
         evaluated = self._evaluate_if_due(record)
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
@@ -439,6 +453,13 @@ class Trainer:
             samples.samples_taken(step.stop),
             self.config.train.seq_length,
         )
+
+    def _padding_fields(self) -> dict[str, float]:
+        """Return the field of the step's record about its padding; none unless data are packed."""
+        if self.config.data.pack == "none":
+            return {}
+        seq_length = self.config.train.seq_length
+        return optional_parts.padding_fields(self.corpus.train, self._samples_of_step, seq_length)
 
     def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Tensor]:
         """Return what evaluations after this step have found, by field, and add their means to its

@@ -7,7 +7,7 @@ precision. An optimizer calls its observers on every rank, in the order of their
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -256,7 +256,7 @@ def report_fields(report: StepReport) -> dict[str, object]:
     Offenders are a separate event; routers, attentions and data sets have fields of their own.
     Further numbers have no names.
     """
-    fields = asdict(report)
+    fields: dict[str, object] = dict(vars(report))
     del fields["offenders"]
     del fields["stop"]
     del fields["routers"]

@@ -25,6 +25,7 @@ from megaprec.fp8.params import fp8_param_of
 from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
+from megaprec.torch_private import parameters_everywhere
 
 NamedParameter = tuple[str, nn.Parameter]  # path in the model, parameter
 
@@ -271,13 +272,14 @@ class TrainedModel:
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
         self._model_parts = model_parts
         self._trained = dict.fromkeys(parameters_of(model_parts))
+        self._ids = {id(parameter) for parameter in self._trained}
 
     def require_same(self) -> None:
         """Raise UserError, naming parameters, if others are to be trained now."""
         # compared without order: a part may be rebuilt around the same parameters
-        current = dict.fromkeys(parameters_of(self._model_parts))
-        if current.keys() == self._trained.keys():
+        if _ids_of_trained(self._model_parts) == self._ids:
             return
+        current = dict.fromkeys(parameters_of(self._model_parts))
         paths: dict[nn.Parameter, str] = {}
         for model_part in self._model_parts:
             paths |= {parameter: path for path, parameter in model_part.named_parameters()}
@@ -300,6 +302,11 @@ class TrainedModel:
         raise UserError.of(
             "optimizer.removed_later", names=_format_names(removed), rebuild=_REBUILD
         )
+
+
+def _ids_of_trained(model_parts: Sequence[nn.Module]) -> set[int]:
+    """Return the `id` of each parameter that requires a gradient."""
+    return {id(each) for each in parameters_everywhere(model_parts) if each.requires_grad}
 
 
 def _format_names(names: Sequence[str]) -> str:

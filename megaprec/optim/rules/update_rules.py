@@ -52,6 +52,11 @@ class Step:
         must not divide by 1 - beta**0."""
         return self.applied.clamp(min=1)
 
+    @cached_property
+    def kernel_divisor(self) -> Tensor:
+        """Return `divisor` as fused kernels read it, in FP32."""
+        return self.divisor.clamp(max=torch.finfo(torch.float32).max).float()
+
 
 class UpdateRule(Protocol):
     """The interface of an update rule.
@@ -224,7 +229,7 @@ def _kernel_divisor(grads: Tensor, step: Step) -> Tensor | None:
     here.
     """
     if grads.dtype != torch.float64:
-        return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
+        return step.kernel_divisor
     # a skipped step leaves them as they are: they are then searched for what was not finite
     grads.div_(torch.where(step.skip == 0, step.divisor, 1.0))
     return None

@@ -648,35 +648,34 @@ class Buffer:
         have taken it over.
         """
         lost = set[int]()
+        # not by the address of memory: without memory a tensor has none
+        storage = storage_address(self.weights)
         for number, parameter in enumerate(self.parameters):
             start = self.starts[number]
-            if not self._can_reclaim(number):
+            shares_storage = storage_address(parameter) == storage
+            is_view = shares_storage and parameter.storage_offset() == start
+            # a tensor without elements has no place
+            is_elsewhere = not is_view and parameter.numel() > 0
+            if not self._can_reclaim(number, is_elsewhere):
                 lost.add(start)
-            elif parameter.numel() and not self._is_view(parameter, start):
+            elif is_elsewhere:
                 self._weights.write(start, parameter.data.reshape(-1))
                 view = self.weights[start : start + parameter.numel()]
                 parameter.data = view.view_as(parameter)
+        if not lost:
+            return []
         return [piece.part.name for piece in self.pieces if piece.start in lost]
 
-    def _can_reclaim(self, number: int) -> bool:
+    def _can_reclaim(self, number: int, is_elsewhere: bool) -> bool:
         """Return True if gradients of parameter `number` come here, and its values are of a kind
-        that can be kept here."""
-        if not self._gradients.collects(number):
-            return False
-        parameter = self.parameters[number]
-        # a tensor without elements has no address
-        is_elsewhere = parameter.numel() and not self._is_view(parameter, self.starts[number])
+        that can be kept here. is_elsewhere: they are not here."""
         # codes without the scales that belong to them are no values
         if self.has_fp8_weights and is_elsewhere:
             return False
+        parameter = self.parameters[number]
         same_dtype = parameter.dtype == self.weights.dtype
         same_device = parameter.device == self.weights.device
-        return same_dtype and same_device and self._gradients.fits(number)
-
-    def _is_view(self, parameter: nn.Parameter, start: int) -> bool:
-        # not by address: without memory a tensor has none
-        shares_storage = storage_address(parameter) == storage_address(self.weights)
-        return shares_storage and parameter.storage_offset() == start
+        return same_dtype and same_device and self._gradients.collects(number)
 
     def _read_versions(self) -> list[int]:
         """Return torch's counters of writes to the parameters; writes through `data` are not in

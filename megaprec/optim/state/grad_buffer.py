@@ -17,7 +17,6 @@ from megaprec.comm.main_grad import (
     AbsentGradient,
     attach_main_grad,
     forget_gradient,
-    has_main_grad,
     take_gradients,
 )
 
@@ -83,17 +82,11 @@ class GradBuffer:
         attach_main_grad(self._parameters[number], self._views[number], make_room)
 
     def collects(self, number: int) -> bool:
-        """Return True if gradients of parameter `number` come here: no other optimizer has taken
-        it, and it was not exchanged."""
+        """Return True if gradients of parameter `number` come here, and fit: no other optimizer
+        has taken it, it was not exchanged, and it still has its shape."""
         parameter = self._parameters[number]
-        if not has_main_grad(parameter):
-            return False
-        main_grad: Tensor | AbsentGradient = parameter.main_grad  # type: ignore[attr-defined]
-        return main_grad is self._views[number]
-
-    def fits(self, number: int) -> bool:
-        """Return True if parameter `number` still has the shape of its gradient."""
-        return self._parameters[number].shape == self._views[number].shape
+        view = self._views[number]
+        return getattr(parameter, "main_grad", None) is view and parameter.shape == view.shape
 
     @property
     def whole(self) -> Tensor | None:

@@ -729,6 +729,11 @@ class Log(Table):
         min_length=1,
         description="Ranks on which log.profile profiles.",
     )
+    memory_history: bool = Field(
+        default=False,
+        description="On GPUs: remember what line of code allocated each tensor; a rank that runs "
+        "out of memory then writes what held it to memory/.",
+    )
     digests: int = Field(
         default=0,
         ge=0,

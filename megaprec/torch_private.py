@@ -159,14 +159,17 @@ def parameters_everywhere(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     module, on each level.
     """
     parameters: list[nn.Parameter | None] = []
-    reached: list[nn.Module | None] = [*modules]
-    for module in reached:  # which grows
-        if module is None:
-            continue
-        if module._modules:
-            reached += module._modules.values()
-        if module._parameters:
-            parameters += module._parameters.values()
+    reached: set[nn.Module | None] = {None}  # a module that was removed leaves None behind
+    level: set[nn.Module | None] = set(modules)
+    while level:
+        reached |= level
+        inner: list[nn.Module | None] = []
+        for module in level:
+            if module is not None:
+                inner += module._modules.values()
+                parameters += module._parameters.values()
+        # What was reached before is not entered again: a module may know the one that holds it.
+        level = set(inner) - reached
     return [parameter for parameter in parameters if parameter is not None]
 
 

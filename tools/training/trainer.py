@@ -248,7 +248,8 @@ class Trainer:
         with listening(self._ask_to_stop):
             # Settings of the process, which are put back after the run.
             with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
-                self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
+                with self._saves.pinned_ahead(self.progress.step):
+                    self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
                 with self.position.in_phase(Phase.SAVE):
                     self._saves.finish(self.progress.step)
             # Gathers of updated weights may still be under way.

@@ -1,7 +1,7 @@
 """Receives posted ahead of their use: no schedule deadlocks, even if each blocks its rank from
 there on."""
 
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -82,15 +82,13 @@ def waits_of(one: Schedule, places: list[dict[Instruction, int]]) -> Waits:
 
 
 def as_early_as_is_safe(one: Schedule) -> list[dict[Instruction, int]]:
-    """The places of receives that are posted whenever a host that blocks does no harm."""
-    always = dict.fromkeys(filter(None, map(Message.of, chain(*one.programs))), -1.0)
+    """The places of receives that are posted wherever a host that blocks does no harm."""
     order = posting._global_order(one)
     sends = {Message.of(i): position for (_, i), position in order.items() if i.op in SENDS}
     places = []
     for rank, program in enumerate(one.programs):
         orders = [order[rank, i] for i in program]
-        safe = posting._safe_posts(program, orders, sends)
-        places.append(posting._posts_when_due(program, safe, [0.0] * len(program), always))
+        places.append(posting._safe_posts(program, orders, sends))
     return places
 
 

@@ -118,7 +118,7 @@ BOUNDS = {
         "loss backward": (522, 46.3),
     },
     True: {
-        "forward": (12, 1.65),
+        "forward": (11, 1.52),
         "backward": (19, 2.12),
         "loss": (6, 2.11),
         "loss backward": (3, 4.21),
@@ -159,7 +159,7 @@ def test_a_layer_of_a_sequence_on_two_ranks_launches_no_more_kernels(
 
 BOUNDS_OF_EIGHT_RANKS = {
     False: {"forward": (46, 1.39), "backward": (62, 2.62)},
-    True: {"forward": (14, 0.71), "backward": (21, 0.83)},
+    True: {"forward": (13, 0.68), "backward": (21, 0.83)},
 }
 
 

@@ -282,7 +282,7 @@ class Attention(nn.Module):
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
     def _reads_by_head(self, projected: Tensor) -> bool:
-        """Return True if query, key and value had better lie head after head."""
+        """Return True if query, key and value should lie head after head."""
         # keys and values that travel over cp are sent so
         return projected.device.type == "cpu" or self.context.cp.size > 1
 

@@ -203,7 +203,7 @@ class MemoryModel:
                 activations=peaks[rank],
                 buffers=buffers[rank],
                 gathered=self._gathered_bytes(config, state, passes.schedule, rank),
-                communicators=self._communicator_bytes(config, rank_of_stage, rank),
+                communicators=self.communicator_bytes(config, rank_of_stage, rank),
                 has_logits=rank == last_rank,
             )
             for rank, state in enumerate(states)
@@ -224,9 +224,7 @@ class MemoryModel:
             most = max(most, weights.most_bytes(evaluation, overlap, *kept))
         return most
 
-    def _communicator_bytes(
-        self, config: RunConfig, rank_of_stage: Sequence[int], rank: int
-    ) -> int:
+    def communicator_bytes(self, config: RunConfig, rank_of_stage: Sequence[int], rank: int) -> int:
         """Return the bytes of a pipeline rank's communicators; those of gloo are in host memory."""
         return communicator_bytes(config, rank_of_stage, rank) if self.device == "cuda" else 0
 

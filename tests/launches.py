@@ -20,6 +20,8 @@ NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"
 # their bytes are those of weights, activations and gradients, which every implementation moves
 PRODUCTS = {
     "mm",
+    "_grouped_mm",
+    "_scaled_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_backward",
 }
@@ -59,6 +61,16 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator which returns nothing writes to, such as a fused update."""
+    written: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors_in(value)
+    return written
+
+
 class Counting(TorchDispatchMode):
     """Adds the cost of every operator to `cost`, unless it is None."""
 
@@ -72,7 +84,11 @@ class Counting(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if self.cost is not None and not func.is_view and name not in NO_LAUNCH:
             read = args[1:] if name in WRITES else args
-            self.cost.add(name, [*tensors_in((*read, *kwargs.values())), *tensors_in(result)])
+            written = [*tensors_in(result)]
+            if result is None:
+                written = _overwritten(func, args, kwargs)
+            named = [value for key, value in kwargs.items() if key != "out"]
+            self.cost.add(name, [*tensors_in((*read, *named)), *written])
         return result
 
     @contextmanager

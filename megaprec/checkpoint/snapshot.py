@@ -8,17 +8,21 @@ and none needs values of another. Frozen parameters are in no buffer; the first 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megaprec.checkpoint import host_copies
 from megaprec.checkpoint.host_copies import HostCopies, do_not_wait
 from megaprec.checkpoint.ranges import share
 from megaprec.comm.layout import Layout, Part, layout_of
+from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.state.flat_buffer import Buffer, Piece
+from megaprec.optim.state.frozen_state import FrozenSlice
 
 
 @dataclass
@@ -79,9 +83,7 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
     copies = HostCopies()
     for buffer in optimizer.all_buffers():
         _add_buffer(snapshot, buffer, optimizer.pp.rank, copy, copies)
-    for frozen in optimizer.frozen.slices():
-        if not frozen.saved or not frozen.values.numel():
-            continue
+    for frozen in _saved_frozen(optimizer):
         part = frozen.part
         key = f"weight/{part.name}"
         values = _on_cpu(frozen.values, copy, copies).view(part.local)
@@ -90,6 +92,29 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
         snapshot.entries[key]["frozen"] = True
     snapshot.wait = copies.wait_for_started()
     return snapshot
+
+
+def copied_bytes(optimizer: ParallelAMPOptimizer) -> Iterator[int]:
+    """Yield the bytes of each copy from a GPU that `take_snapshot` begins, in its order."""
+    for buffer in optimizer.all_buffers():
+        ranges = list(owned_ranges(buffer, optimizer.pp.rank))
+        for values in buffer.saved_empty().values():
+            if not _goes_to_pinned_memory(values.device):
+                continue
+            for run in _runs(ranges, values.itemsize):
+                yield (run[-1].last - run[0].first) * values.itemsize
+    # what cannot be saved is refused by name after the first step
+    with suppress(UserError):
+        for frozen in _saved_frozen(optimizer):
+            if _goes_to_pinned_memory(frozen.values.device):
+                yield frozen.values.nbytes
+
+
+def _saved_frozen(optimizer: ParallelAMPOptimizer) -> Iterator[FrozenSlice]:
+    """Yield the slices of frozen parameters that this rank saves."""
+    for frozen in optimizer.frozen.slices():
+        if frozen.saved and frozen.values.numel():
+            yield frozen
 
 
 def _add_buffer(
@@ -105,7 +130,7 @@ def _add_buffer(
         return
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
-        for run in _runs(ranges, host_copies.LARGEST_BLOCK // values.itemsize):
+        for run in _runs(ranges, values.itemsize):
             # one copy from the device for a run; `values` begins at the shard, `buffer.start`
             begin = run[0].first
             values_of_run = values[begin - buffer.start : run[-1].last - buffer.start]
@@ -115,19 +140,21 @@ def _add_buffer(
                 _add_range(snapshot, file, kind, saved_range, stored)
 
 
-def _runs(ranges: Sequence[OwnedRange], most: int) -> Iterator[list[OwnedRange]]:
-    """Yield ranges that follow each other, as many as span no more than `most` elements.
+def _runs(ranges: Sequence[OwnedRange], itemsize: int) -> Iterator[list[OwnedRange]]:
+    """Yield ranges that follow each other, as many as span no more than a block of pinned memory.
 
-    Pinned memory is rounded up to a power of two: a block for a buffer of all experts of a layer
+    Such memory is rounded up to a power of two: a block for a buffer of all experts of a layer
     could be gigabytes too large.
     """
+    most = host_copies.LARGEST_BLOCK // itemsize
     run: list[OwnedRange] = []
     for saved_range in ranges:
         if run and saved_range.last - run[0].first > most:
             yield run
             run = []
         run.append(saved_range)
-    yield run
+    if run:
+        yield run
 
 
 def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
@@ -162,7 +189,7 @@ def _on_cpu(
     copy: True if they must not share the memory of `values`.
     copies: those from a GPU, of which this is then one.
     """
-    if values.device.type == "cuda":
+    if _goes_to_pinned_memory(values.device):
         return copies.start(values.detach())
     on_cpu = values.detach().cpu()
     # What comes from a device is a copy already.
@@ -170,6 +197,10 @@ def _on_cpu(
     if copy and shares_memory:
         return on_cpu.clone()
     return on_cpu
+
+
+def _goes_to_pinned_memory(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _add_range(

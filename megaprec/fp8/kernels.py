@@ -41,6 +41,30 @@ def tensorwise(
     )
 
 
+def write_tensorwise(total: Tensor, a: Codes, b: Codes) -> None:
+    """Write the product of `tensorwise` to total [m, n], without a tensor of its own.
+
+    n, the sum over k and total are such as `needs_no_padding` says.
+    """
+    scaled_product(
+        a.values.contiguous(),
+        b.values.contiguous().t(),
+        a.inverse.view(()),
+        b.inverse.view(()),
+        out_dtype=total.dtype,
+        use_fast_accum=False,
+        out=total,
+    )
+
+
+def needs_no_padding(total: Tensor, b: Codes) -> bool:
+    """Return True if torch's kernel can write to total [m, n] itself: it is contiguous and begins
+    at a multiple of 16 bytes, and n and the sum over k are multiples of 16."""
+    n, k = b.values.shape
+    is_aligned = total.is_contiguous() and total.data_ptr() % 16 == 0
+    return is_aligned and n % 16 == 0 and k % 16 == 0
+
+
 def rowwise(
     a: Codes,
     b: Codes,
@@ -66,17 +90,27 @@ def unscaled_rowwise(
 ) -> Tensor:
     """Multiply codes without scales, then apply one scale per row: for output dtypes that row-wise
     kernels lack."""
-    no_scale = torch.ones((), device=a.values.device)
-    product = _scaled_product(
-        a,
-        b,
-        no_scale,
-        no_scale,
-        torch.float32,
-        fast,
-    )
-    scaled = product * _scale_per_row(a) * _scale_per_row(b).t()
+    product = _unscaled_product(a, b, fast)
+    scaled = product.mul_(_scale_per_row(a)).mul_(_scale_per_row(b).t())
     return scaled.to(out_dtype)
+
+
+def add_unscaled_rowwise_(total: Tensor, a: Codes, b: Codes, first: bool) -> None:
+    """Add the product of `unscaled_rowwise` to total [m, n], FP32: the last scale within the
+    addition. first: overwrite `total` instead."""
+    product = _unscaled_product(a, b, fast=False)
+    product.mul_(_scale_per_row(a))
+    column_scales = _scale_per_row(b).t()
+    if first:
+        torch.mul(product, column_scales, out=total)
+    else:
+        total.addcmul_(product, column_scales)
+
+
+def _unscaled_product(a: Codes, b: Codes, fast: bool) -> Tensor:
+    """Return the product of the codes [m, n], FP32."""
+    no_scale = torch.ones((), device=a.values.device)
+    return _scaled_product(a, b, no_scale, no_scale, torch.float32, fast)
 
 
 def blockwise(

@@ -57,12 +57,9 @@ def multiply(
     fast: a tensor core may accumulate with fewer bits (Hopper's fast accumulation), as Transformer
         Engine does forward.
     """
-    device = a.values.device
     if not a.values.numel() or not b.values.numel():
-        return torch.zeros(len(a.values), len(b.values), dtype=out, device=device)
-    kind = _kind_of(a, b)
-    square = b.block[0] == 128
-    kernel, _ = choose_kernel(kind, a.values.dtype, square, out, device, backend)
+        return torch.zeros(len(a.values), len(b.values), dtype=out, device=a.values.device)
+    kernel = _kernel_for(a, b, out, backend)
     if kernel is None:
         return emulated(a, b, out)
     return kernel(a, b, out, fast)
@@ -77,11 +74,37 @@ def add_product_(
 ) -> None:
     """Add a [m, k] @ b [n, k].T to total [m, n], for main gradients. first: overwrite `total`
     instead."""
+    if _is_added_in_place(total, a, b, backend, first):
+        return
     product = multiply(a, b, total.dtype, backend=backend)
     if first:
         total.copy_(product)
     else:
         total.add_(product)
+
+
+def _is_added_in_place(total: Tensor, a: Codes, b: Codes, backend: Backend, first: bool) -> bool:
+    """Add the product to `total`, or overwrite it, if that takes fewer passes over it than adding
+    what `multiply` returns. Return True if it was done."""
+    # torch computes no such product of meta tensors
+    if not a.values.numel() or not b.values.numel() or a.values.device.type == "meta":
+        return False
+    kernel = _kernel_for(a, b, total.dtype, backend)
+    if kernel is kernels.tensorwise and first and kernels.needs_no_padding(total, b):
+        kernels.write_tensorwise(total, a, b)
+        return True
+    if kernel is kernels.unscaled_rowwise and total.dtype == torch.float32:
+        kernels.add_unscaled_rowwise_(total, a, b, first)
+        return True
+    return False
+
+
+def _kernel_for(a: Codes, b: Codes, out: torch.dtype, backend: Backend) -> Kernel | None:
+    """Return the kernel that computes a @ b.T on its device; None if none does."""
+    square = b.block[0] == 128
+    device = a.values.device
+    kernel, _ = choose_kernel(_kind_of(a, b), a.values.dtype, square, out, device, backend)
+    return kernel
 
 
 def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:

@@ -264,12 +264,17 @@ class Attention(nn.Module):
             norm_rule = query_norm.rule
             query_weight = query_norm.weight
             key_weight = key_norm.weight
+        by_head = self._reads_by_head(projected)
         head_rule = HeadRule(
-            tuple(self.local_widths), self.config.head_dim, self.context.plan.attention, norm_rule
+            tuple(self.local_widths),
+            self.config.head_dim,
+            self.context.plan.attention,
+            norm_rule,
+            by_head,
         )
         # A region has tensors and one rule as arguments, so the tables come one by one.
         cosine, sine = (None, None) if rotary is None else rotary
-        return leaves.call_region(
+        query, key, value = leaves.call_region(
             split_heads,
             projected,
             cosine,
@@ -278,6 +283,15 @@ class Attention(nn.Module):
             key_weight,
             head_rule,
         )
+        if by_head:
+            return query, key, value
+        # [s, b, n, d] -> [b, n, s, d]
+        return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+
+    def _reads_by_head(self, projected: Tensor) -> bool:
+        """Return True if query, key and value should lie head after head."""
+        # keys and values that travel over cp are sent so
+        return projected.device.type == "cpu" or self.context.cp.size > 1
 
     def _core_attention(
         self,

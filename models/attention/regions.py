@@ -86,12 +86,16 @@ class HeadRule:
     local_widths: this rank's features of queries, keys and values.
     dtype: that of attention.
     norm: of queries and keys; None: they have none.
+    by_head: True if the results are [b, n, s, d], head after head, as products of a CPU read them;
+        otherwise [s, b, n, d]. A GPU's fused attention writes its result in the order of its
+        query, so that the next product reads this one without a copy.
     """
 
     local_widths: tuple[int, ...]
     head_dim: int
     dtype: torch.dtype
     norm: NormRule | None = None
+    by_head: bool = True
 
 
 def add_norm(
@@ -114,7 +118,7 @@ def split_heads(
     key_weight: Tensor | None,
     rule: HeadRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value [b, n, s, d], normalized and rotated.
+    """Return query, key and value, normalized and rotated, in the order that the rule says.
 
     projected: [s, b, local features], the output of attention's first product.
     cosine, sine: as `Rotate` takes them; None: without rotation.
@@ -131,8 +135,8 @@ def split_heads(
     if cosine is not None:
         query = Rotate.apply(query, cosine, sine)
         key = Rotate.apply(key, cosine, sine)
+    if rule.by_head:
+        query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
     # In the layout of attention: a compiled region writes it at once.
-    query, key, value = (
-        heads.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for heads in (query, key, value)
-    )
+    query, key, value = (heads.to(rule.dtype).contiguous() for heads in (query, key, value))
     return query, key, value

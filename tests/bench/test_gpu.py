@@ -17,7 +17,7 @@ from megaprec.errors import Problem
 from models.parameter_counts import num_parameters
 from tests.project.test_readme import ROOT
 from tools.bench import __main__ as bench
-from tools.bench import gpu, gpu_take, pack
+from tools.bench import gpu, gpu_page, gpu_take, pack
 from tools.bench.gpu_page import with_results
 from tools.bench.gpu_peers import PEERS, Decoder, Layer
 from tools.bench.gpu_plan import LAWS, Measurement, measurements
@@ -328,6 +328,32 @@ def test_whatever_a_card_does_at_a_stage_the_others_run_and_the_record_is_whole(
     assert all(f"| {name} | 9 |" in text for name in measured)
     output = capsys.readouterr().out
     assert "left " not in output and "again      python -m tools.bench gpu --only" in output
+
+
+def test_a_machine_that_goes_while_the_page_is_written_leaves_the_page_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(monkeypatch, "machine")
+    run_gpu(tmp_path)
+    page = tmp_path / "gpu.md"
+    before = page.read_bytes()
+
+    class Gone(BaseException):
+        pass
+
+    def go(*_: object) -> None:
+        raise Gone
+
+    # the last moment before the new page is in its place
+    monkeypatch.setattr(os, "replace", go)
+    append(tmp_path / "gpu.jsonl", {"measurement": "late", "at": "9999", "on": DEVICE, "took": 1})
+    with pytest.raises(Gone):
+        gpu_page.write_page(tmp_path / "gpu.jsonl", page)
+    assert page.read_bytes() == before
+    monkeypatch.undo()
+    gpu_page.write_page(tmp_path / "gpu.jsonl", page)
+    assert page.read_bytes() != before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu.jsonl", "gpu.log", "gpu.md"]
 
 
 @pytest.mark.campaign

@@ -25,6 +25,7 @@ from megaprec.fp8.matmul import (
 from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, quantize, quantize_both
 from megaprec.leaf_calls import uncompiled
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from tests.launches import Counting
 from tests.work import operators_of
 
 KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
@@ -103,6 +104,66 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(
                 torch.testing.assert_close(
                     half.float(), right, rtol=2.0**-8, atol=float(2 * bound(a, b).max())
                 )
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_gradient_of_a_step_is_written_by_the_product_itself(
+    kind: Kind, total_dtype: torch.dtype, tried: None
+) -> None:
+    """With the bits of a product that is copied, and no copy. A shape that the kernel would have to
+    pad takes a copy."""
+    for shape in SHAPES:
+        a, b = factors(FP8Recipe(kind), *shape)["weight gradient"]
+        expected = multiply(a, b, total_dtype)
+        total = torch.full_like(expected, torch.nan)
+        used = operators_of(lambda a=a, b=b, total=total: add_product_(total, a, b, first=True))
+        assert torch.equal(total, expected)
+        n, k = b.values.shape
+        has_copy = any("copy_" in name for name in used)
+        assert has_copy == bool(n % 16 or k % 16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scales_of_rows_are_applied_within_the_addition(shape: tuple[int, int, int]) -> None:
+    a, b = factors(FP8Recipe("rowwise"), *shape)["weight gradient"]
+    right = emulated(a, b, torch.float32)
+    near = 3 * bound(a, b)
+    total = torch.full_like(right, torch.nan)
+    kernels.add_unscaled_rowwise_(total, a, b, first=True)
+    assert ((total - right).abs() <= near).all()
+    before = torch.randn_like(total) * right.abs().max()
+    total.copy_(before)
+    kernels.add_unscaled_rowwise_(total, a, b, first=False)
+    rounding = 2.0**-22 * (before.abs() + right.abs())
+    assert ((total - (before + right)).abs() <= near + rounding).all()
+
+
+def bytes_of_gradient(kind: Kind, first: bool) -> float:
+    """Bytes a weight beside the product that writes or reads FP32 of its own."""
+    made = factors(FP8Recipe(kind), 64, 256, 512)["weight gradient"]
+    # as a GPU's casts write them
+    a, b = (Codes(codes.values.contiguous(), codes.inverse, codes.block) for codes in made)
+    total = torch.zeros(len(a.values), len(b.values))
+    add_product_(total, a, b, first=first)  # the kernel is chosen
+    counting = Counting()
+    with counting:
+        add_product_(total, a, b, first=first)
+    assert counting.cost is not None
+    return counting.cost.bytes / total.numel()
+
+
+def test_a_weight_gradient_moves_few_bytes_beside_its_product(
+    monkeypatch: pytest.MonkeyPatch, tried: None
+) -> None:
+    """Of scales of rows 24 bytes a weight for the first micro-batch of a step and 28 for others,
+    where both scales and the sum are a pass each."""
+    monkeypatch.setitem(KERNELS, "rowwise", (kernels.unscaled_rowwise,))
+    small = 0.1  # scales, and their copies
+    assert bytes_of_gradient("current", first=True) == 0
+    assert bytes_of_gradient("current", first=False) == 12
+    assert bytes_of_gradient("rowwise", first=True) <= 16 + small
+    assert bytes_of_gradient("rowwise", first=False) <= 20 + small
 
 
 def ways_of(kind: Kind, out: torch.dtype = torch.bfloat16) -> dict[str, str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megaprec.precision.plan import plan
+from models.attention.attention import Attention
 from models.attention.regions import HeadRule, NormRule, add_norm, split_heads
 from models.config import ModelConfig
 from models.engine.engine import Engine
@@ -81,6 +82,19 @@ def test_a_model_computed_by_regions_trains_the_same_to_the_bit(name: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     used = {call.name for call in graphs.made}
     assert used == expected(config)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_heads_in_the_order_of_a_gpus_attention_train_the_same_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attention, "_reads_by_head", lambda self, projected: False)
+    config, (leaves, graphs) = config_of(CASES[name]), by_region()
+    ours = trained(config, leaves)
+    plain = trained(config, PLAIN)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    rules = [call.arguments[-1] for call in graphs.made if call.name == "split heads"]
+    assert rules and not any(rule.by_head for rule in rules)
 
 
 def test_layer_norms_without_biases_train_the_same_to_the_bit_by_regions() -> None:

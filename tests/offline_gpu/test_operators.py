@@ -24,6 +24,7 @@ KEYS = (
 # issued on GPUs only: another device is given others in their place
 ON_GPUS_ONLY = {
     "aten::_scaled_mm",
+    "aten::_scaled_mm.out",
     "aten::_scaled_mm_v2",
     "aten::_grouped_mm",
     "aten::addmm.dtype_out",

@@ -361,8 +361,7 @@ def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
 
 def least_of_fullest(config: RunConfig) -> int:
     """The bound of the fullest rank."""
-    of_layer = MemoryModel("cuda").kept_by_layer(config)
-    return least_bytes_of_fullest(config, passes_of(config), of_layer)
+    return least_bytes_of_fullest(config, passes_of(config), MemoryModel("cuda"))
 
 
 @pytest.mark.slow

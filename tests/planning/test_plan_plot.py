@@ -125,7 +125,7 @@ def test_a_picture_has_every_kind_that_takes_time(tmp_path: Path) -> None:
     run_file.write_text("")
     assert main(["plan", str(run_file), *arguments]) == 0
     drawn = picture.read_text()
-    for name in ("matrix products", "attention", "waiting for other stages", "pipeline rank 0"):
+    for name in ("matrix products", "attention", "waiting for other stages", "the fullest"):
         assert name in drawn
     assert "traffic within stages" not in drawn
 

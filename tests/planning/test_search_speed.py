@@ -13,6 +13,7 @@ import pytest
 from models.estimate import memory
 from models.feed_forward.moe import Expert
 from parallel.pipeline import simulation
+from tools.analysis.planning import memory as memory_of_plan
 from tools.analysis.planning import remedies, speed
 from tools.analysis.planning.device import DeviceTarget, target_of
 from tools.analysis.planning.memory import MemoryModel
@@ -55,6 +56,12 @@ SMALL = (
     "train.seq_length=1024",
     "parallel.data=2",
 )
+
+
+@pytest.fixture
+def state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model ZeRO-3 saves less than NCCL keeps for the group that shares its weights."""
+    monkeypatch.setattr(memory_of_plan, "communicator_bytes", lambda *_: 0)
 
 
 DEEPSEEK_V3 = (
@@ -122,7 +129,7 @@ FP8_WEIGHTS = ('fp8.kind="current"', "fp8.parameters=true")
 
 @pytest.mark.parametrize(
     ("keys", "gigabytes"),
-    [((), 1.31), ((), 1.45), ((), 1.87), (FP8_WEIGHTS, 1.9), (FP8_WEIGHTS, 2.3)],
+    [((), 1.63), ((), 1.77), ((), 2.19), (FP8_WEIGHTS, 2.22), (FP8_WEIGHTS, 2.62)],
 )
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
@@ -160,6 +167,7 @@ def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
     assert len(planned) < len(remedies.CHANGES)
 
 
+@pytest.mark.usefixtures("state_alone")
 def test_a_run_that_fits_with_zero_3_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the changes that leave state on the device."""
     on_device = [keys for keys in remedies.CHANGES if "optimizer.offload" not in keys]
@@ -179,6 +187,7 @@ def test_a_run_that_fits_with_zero_3_alone_is_told_so(monkeypatch: pytest.Monkey
     assert found and found.keys["parallel.zero"] == 3
 
 
+@pytest.mark.usefixtures("state_alone")
 def test_a_layout_that_fits_with_a_higher_stage_of_zero_alone_is_found() -> None:
     """Also if others fit without it, which are slower."""
     batch = ("train.micro_batch=1", "train.global_batch=8", "parallel.data=8")

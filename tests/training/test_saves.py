@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint import shard_file
+from megaprec.checkpoint import saving, shard_file
 from megaprec.checkpoint.atomic import checkpoints, latest
+from megaprec.checkpoint.host_copies import PinnedAhead
 from megaprec.checkpoint.saving import Outcome
 from megaprec.durable import write_all
 from megaprec.errors import Problem, UserError
@@ -35,7 +36,7 @@ from tests.refusals import shows
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.journal.journal import Lines
-from tools.training import run_folder
+from tools.training import run_folder, saves
 from tools.training.corpus import open_corpus
 from tools.training.ends import Stopped, TrainingDiverged
 from tools.training.saves import Saves
@@ -471,3 +472,43 @@ def test_a_disk_that_is_full_at_the_start_is_told_in_one_line(
     assert train(run_file, f"train.folder={tmp_path}") == 2
     line = f"{tmp_path}/run.toml: No space left on device (ENOSPC): free some room there"
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps_done", "is_ahead"),
+    [(0, 0, False), (2, 0, True), (2, 3, False), (2, 1, True), (4, 0, False), (9, 0, False)],
+)
+def test_memory_is_pinned_ahead_where_a_save_comes_before_the_end(
+    every: int, steps_done: int, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run of four steps. A save at the end keeps no step waiting."""
+    config: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(every=every), train=SimpleNamespace(steps=4)
+    )
+    engine: Any = SimpleNamespace(optimizer=None, fp8=None, leaves=SimpleNamespace(names=[]))
+    monkeypatch.setattr(saves, "copied_bytes", lambda optimizer: [100])
+    ahead = Saves(config, engine).pinned_ahead(steps_done)
+    assert bool(ahead._sizes) == is_ahead
+
+
+def test_the_memory_that_was_pinned_ahead_is_free_when_the_copies_begin(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is held until then, and the thread has ended."""
+    order: list[str] = []
+
+    class Ahead(PinnedAhead):
+        def release(self) -> None:
+            order.append("free")
+            super().release()
+
+    take = saving.take_snapshot
+
+    def noted(optimizer: Any, copy: bool) -> Any:
+        order.append("copy")
+        return take(optimizer, copy)
+
+    monkeypatch.setattr(saves, "PinnedAhead", Ahead)
+    monkeypatch.setattr(saving, "take_snapshot", noted)
+    train(run_file, f"train.folder={tmp_path}", "train.steps=4", "checkpoint.every=2")
+    assert order == ["free", "copy"] * 2 + ["free"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaprec.tokens.files import write_whole
 from tools.bench.gpu_plan import ROOT
 from tools.bench.gpu_records import CALL, LABELS, machine_of, read_records
 
@@ -48,10 +49,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_page(records_file: Path, page: Path) -> None:
-    """Write the page with the records of the newest call's device."""
+    """Write the page with the records of the newest call's device; whole, or not at all: the page
+    that is there is what the next one is made of, and a lent machine may go at any moment."""
     records = read_records(records_file)
     text = with_results(PAGE.read_text(encoding="utf-8"), machine_of(records), records)
-    page.write_text(text, encoding="utf-8")
+    write_whole(page, text.encode())
 
 
 def with_results(page: str, machine: Mapping[str, str], records: Sequence[Record]) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaprec.checkpoint.host_copies import PinnedAhead, block_sizes
 from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.saving import Saving
-from megaprec.checkpoint.snapshot import take_snapshot
+from megaprec.checkpoint.snapshot import copied_bytes, take_snapshot
 from megaprec.errors import UserError
 from tools.bench.measurement import (
     add_device,
@@ -52,16 +53,28 @@ def main(args: argparse.Namespace) -> int:
         with settings, tempfile.TemporaryDirectory(dir=args.folder or None) as temporary:
             folder = Path(args.folder or temporary)
             bench = Bench(config, mesh_of(config, args.device))
-            for _ in range(args.warmup):
-                bench.step()
-            # the first one pins memory on a GPU's host
+            pinned = _time_pinning(bench, args.warmup)
+            # the first one finds that memory
             first = _time_round(bench, folder / "measured")
             rounds = [first, *(_time_round(bench, folder / "measured") for _ in range(ROUNDS - 1))]
             if dist.get_rank() == 0:
                 firsts = {f"first_{name}_s": round(first[name], 4) for name in ("copy", "stall")}
-                print_record(_record(rounds) | firsts)
+                print_record(_record(rounds) | firsts | pinned)
 
     return run_on_ranks(measure, config.world_size, config.train.threads, args.device)
+
+
+def _time_pinning(bench: Bench, warmup: int) -> dict[str, float]:
+    """Take `warmup` steps, and one more while a thread pins the memory of the first save, as in a
+    run. Return the seconds of that step, and those until all was pinned, on a GPU."""
+    for _ in range(warmup):
+        bench.step()
+    start = time.perf_counter()
+    with PinnedAhead(block_sizes(copied_bytes(bench.engine.optimizer))) as ahead:
+        step_seconds = bench.step()
+        ahead.join()
+        pinning_seconds = time.perf_counter() - start
+    return {"step_beside_pinning_s": round(step_seconds, 4), "pinning_s": round(pinning_seconds, 4)}
 
 
 def _time_round(bench: Bench, folder: Path) -> dict[str, Any]:

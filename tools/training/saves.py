@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import latest, step_of
+from megaprec.checkpoint.host_copies import PinnedAhead, block_sizes
 from megaprec.checkpoint.saving import Outcome, Saving, changed_module_buffers
+from megaprec.checkpoint.snapshot import copied_bytes
 from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
@@ -37,10 +39,25 @@ class Saves:
         self._compiled: dict[str, Any] = {}  # the entry about compiled leaves, if there are any
         if engine.leaves.names:
             self._compiled = {"compiled": engine.leaves.names}
+        self._pinned = PinnedAhead([])
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed
         self._checked_buffers = False  # True when the model's buffers were looked at
         self._printed_warnings: set[str] = set()
+
+    def pinned_ahead(self, steps_done: int) -> PinnedAhead:
+        """Return a context within which a thread pins the memory that the next save of a GPU's
+        state copies to, until that save begins.
+
+        Nothing is pinned if the run saves at its end only, when no step waits for it.
+        """
+        every = self._config.checkpoint.every
+        if not every:
+            return self._pinned
+        next_save = steps_done - steps_done % every + every
+        if next_save < self._config.train.steps:
+            self._pinned = PinnedAhead(block_sizes(copied_bytes(self._optimizer)))
+        return self._pinned
 
     def start(
         self, step: int, extra: dict[str, Any], files: Sequence[Path], losses: Mapping[str, float]
@@ -49,6 +66,7 @@ class Saves:
         `Saving`.
         """
         self._wait()  # at most one save is under way
+        self._pinned.release()  # the copies find it there
         settings = self._config.checkpoint
         self._saving = Saving(
             folder=self._config.checkpoint_folder,

@@ -253,7 +253,8 @@ class Trainer:
                 self._memory_history(),
                 self._journal() as journal,
             ):
-                self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
+                with self._saves.pinned_ahead(self.progress.step):
+                    self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
                 with self.position.in_phase(Phase.SAVE):
                     self._saves.finish(self.progress.step)
             # Gathers of updated weights may still be under way.

@@ -484,6 +484,22 @@ class Buffer:
         kept = ("weight", *self.state)
         return kept if self.ema is None else (*kept, EMA)
 
+    def saved_empty(self) -> dict[str, Tensor]:
+        """Return tensors without elements, of the dtypes and on the devices of those in `saved`:
+        nothing is waited for, joined or begun."""
+        weight = self.own_weights[:0]
+        if self.plan.masters_in_checkpoint and self.masters is not None:
+            weight = self.masters[:0]
+        elif self.plan.masters_in_checkpoint:
+            assert self.remainder is not None
+            weight = self.remainder[:0].float()
+        empty = {"weight": weight}
+        for name, moments in self.state.items():
+            empty[name] = moments[:0]
+        if self.ema is not None:
+            empty[EMA] = self.ema[:0]
+        return empty
+
     def begin_ema(self) -> None:
         """Make the moving average a copy of the masters, if there is one that has not begun."""
         if self.ema is None or self.ema_has_begun:

@@ -18,7 +18,7 @@ from tools.analysis.planning.memory import PROCESS
 from tools.config.run_file import RunConfig
 from tools.config.tables.table import parse_size
 
-RESERVED = 0.05  # of a device's memory: for CUDA, NCCL and gaps between tensors
+RESERVED = 0.05  # of a device's memory: for CUDA, kernels and gaps between tensors
 
 
 @dataclass(frozen=True)

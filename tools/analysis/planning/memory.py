@@ -2,8 +2,8 @@
 
 State is laid out by the optimizer's own code, activations are counted by running the stages on
 tensors without storage, and their peak is that of the run's schedule. Under canonical numerics a
-rank holds what its virtual ranks would hold. Not counted are memory inside kernels and collectives,
-CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some memory for them.
+rank holds what its virtual ranks would hold. Not counted are memory inside kernels, CUDA itself,
+and gaps between tensors; `Target.usable` leaves some memory for them.
 """
 
 from collections import Counter
@@ -24,6 +24,7 @@ from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, memory_in_use, peak
+from tools.analysis.planning.communicators import communicator_bytes
 from tools.config.rules.derived import make_rule
 from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
@@ -57,6 +58,7 @@ class RankBytes:
         them.
     optimizer: temporary tensors of an update, or the own weights while their average is evaluated.
     statistics: the masters before a step of log.statistics.
+    communicators: on a GPU, what NCCL keeps for the groups of ranks.
     save: on a CPU, the copy from which a checkpoint is written beside the training.
     process: on a CPU, Python and torch.
     gaps: on a CPU, freed memory between tensors that nothing fits into.
@@ -78,6 +80,7 @@ class RankBytes:
     sums: int
     optimizer: int
     statistics: int
+    communicators: int
     save: int
     process: int
     gaps: int
@@ -200,6 +203,7 @@ class MemoryModel:
                 activations=peaks[rank],
                 buffers=buffers[rank],
                 gathered=self._gathered_bytes(config, state, passes.schedule, rank),
+                communicators=self.communicator_bytes(config, rank_of_stage, rank),
                 has_logits=rank == last_rank,
             )
             for rank, state in enumerate(states)
@@ -219,6 +223,10 @@ class MemoryModel:
             evaluation = evaluation_passes(schedule, rank)
             most = max(most, weights.most_bytes(evaluation, overlap, *kept))
         return most
+
+    def communicator_bytes(self, config: RunConfig, rank_of_stage: Sequence[int], rank: int) -> int:
+        """Return the bytes of a pipeline rank's communicators; those of gloo are in host memory."""
+        return communicator_bytes(config, rank_of_stage, rank) if self.device == "cuda" else 0
 
     def _state_bytes(
         self, config: RunConfig, cuts: Sequence[Cut], rank_of_stage: Sequence[int]
@@ -243,6 +251,7 @@ class MemoryModel:
         activations: int,
         buffers: int,
         gathered: int,
+        communicators: int,
         has_logits: bool,
     ) -> RankBytes:
         """Return the bytes of a pipeline rank. activations, gathered: their peaks."""
@@ -273,6 +282,7 @@ class MemoryModel:
             # of one block at a time, of whichever virtual rank it is
             optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
             statistics=virtual_ranks * state.masters_before if config.log.statistics else 0,
+            communicators=communicators,
             save=virtual_ranks * state.saved if copies_to_save else 0,
             process=self.process if on_cpu else 0,
             gaps=HEAP_REST + round(HEAP_GAPS * activations) if on_cpu else 0,

@@ -47,6 +47,7 @@ OTHER_KINDS = {
     "sums": "sums of micro-batches",
     "optimizer": "the update",
     "statistics": "masters before a step of log.statistics",
+    "communicators": "NCCL's buffers",
     "save": "the copy of a save",
     "process": "Python and torch",
     "gaps": "gaps between tensors",

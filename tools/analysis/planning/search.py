@@ -205,8 +205,7 @@ class _Found:
             return True
         # Bounds come before what they are bounds of, which takes longer.
         passes = passes_of(config)
-        of_layer = self._memory.kept_by_layer(config)
-        if self._is_too_large(least_bytes_of_fullest(config, passes, of_layer)):
+        if self._is_too_large(least_bytes_of_fullest(config, passes, self._memory)):
             return False
         if len(self.fitting) >= MOST_LAYOUTS:
             least_time = least_seconds_of_schedule(config, passes, self._assumed)
@@ -487,16 +486,20 @@ def least_bytes(config: RunConfig) -> int:
     return int((others * of_others + experts * of_experts) / config.parallel.pipeline)
 
 
-def least_bytes_of_fullest(config: RunConfig, passes: PlannedPasses, of_layer: int) -> int:
+def least_bytes_of_fullest(config: RunConfig, passes: PlannedPasses, memory: MemoryModel) -> int:
     """Return the bytes that the fullest rank needs at least: its state, by the bytes of a
-    parameter, and its layers' activations, by those of a layer.
+    parameter, its layers' activations, by those of a layer, and its communicators.
 
-    of_layer: `MemoryModel.kept_by_layer`.
+    memory: runs a layer at most.
     """
     of_others, of_experts = _bytes_of_elements(config)
-    least = [*least_activations_by_rank(config, passes, of_layer)]
+    of_layer = memory.kept_by_layer(config)
+    rank_of_stage = passes.schedule.rank_of_stage
+    least: list[int] = []
+    for rank, activations in enumerate(least_activations_by_rank(config, passes, of_layer)):
+        least.append(activations + memory.communicator_bytes(config, rank_of_stage, rank))
     costs = passes.costs
-    for cost, rank in zip(costs, passes.schedule.rank_of_stage, strict=True):
+    for cost, rank in zip(costs, rank_of_stage, strict=True):
         others = cost.parameters - cost.expert_parameters
         least[rank] += int(others * of_others + cost.expert_parameters * of_experts)
     return max(least)

@@ -3,6 +3,7 @@ unchanged."""
 
 import ast
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from tests.mutants.__main__ import main, read_results
 from tests.mutants.changes import TRAINING, draw, mutants_of
 from tests.mutants.equivalent import EQUIVALENT, reason_of
 from tests.mutants.laws import PARITY, folder_of, laws_of
+from tests.mutants.switches import IMPORT, SWITCH, with_switches
 from tests.mutants.trained import trained_lines
-from tests.mutants.trial import KILLED, SURVIVED, Trials, Verdict, commit_of
+from tests.mutants.trial import KILLED, SURVIVED, Verdict, commit_of
 
 ROOT = Path(__file__).parents[2]
+Tell = Callable[[int, Verdict], None]
 SOURCE = '''
 """A docstring of 3 < 4 words."""
 
@@ -66,6 +69,46 @@ def test_a_mutant_changes_one_place_of_what_is_computed() -> None:
         behind = len(source) - mutant.stop
         assert changed[len(changed) - behind :] == source[mutant.stop :]
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
+
+
+class Resolved(ast.NodeTransformer):
+    """A text in which one switch is on, and all others are off."""
+
+    def __init__(self, chosen: int) -> None:
+        self.chosen = chosen
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        node = self.generic_visit(node)
+        if isinstance(node, ast.If | ast.IfExp) and SWITCH in ast.unparse(node.test):
+            number = int(ast.unparse(node.test).removeprefix(f"{SWITCH}(").removesuffix(")"))
+            new, old = node.body, node.orelse
+            if isinstance(new, list) and isinstance(old, list):
+                new, old = new[0], old[0]
+            chosen = new if number == self.chosen else old
+            assert isinstance(chosen, ast.AST)
+            return chosen
+        return node
+
+
+def test_a_switch_is_between_the_code_and_its_mutant_and_all_others_leave_it_as_it_is() -> None:
+    paths = ["megaprec/optim/decision/scaler.py", "parallel/pipeline/kinds.py"]
+    for path in paths:
+        source = (ROOT / path).read_bytes()
+        mutants = dict(enumerate(mutants_of(path, source)))
+        text, numbers = with_switches(source, mutants)
+        assert len(numbers) > 0.7 * len(mutants)
+        for number in numbers:
+            tree = Resolved(number).visit(ast.parse(text.replace(IMPORT, "", 1)))
+            assert ast.unparse(tree) == ast.unparse(ast.parse(mutants[number].applied(source)))
+
+
+def test_what_is_evaluated_at_import_has_no_switch_nor_has_the_code_of_a_kernel() -> None:
+    source = (
+        b"A = 1\n@triton.jit\ndef f(a=2):\n    return 3\ndef g(b=4):\n    return lambda c=5: 6\n"
+    )
+    mutants = dict(enumerate(mutants_of("x.py", source)))
+    _, numbers = with_switches(source, mutants)
+    assert sorted(mutants[number].before for number in numbers) == ["5", "6"]
 
 
 def test_a_seed_draws_the_same_mutants_and_another_seed_others() -> None:
@@ -171,11 +214,14 @@ def test_what_has_a_verdict_is_not_tried_again(
 ) -> None:
     asked = []
 
-    def tried(self: Trials, mutant: object) -> object:
-        asked.append(str(mutant))
-        return Verdict(KILLED, "a law", crashed=True)
+    def tried(
+        tree: Path, mutants: object, untried: Sequence[int], arguments: object, tell: Tell
+    ) -> None:
+        for number in untried:
+            asked.append(number)
+            tell(number, Verdict(KILLED, "a law", crashed=True))
 
-    monkeypatch.setattr(Trials, "tried", tried)
+    monkeypatch.setattr("tests.mutants.__main__._try", tried)
     words = ["3", "0", "--folders", "goods", "--results", str(tmp_path / "results.jsonl")]
     assert main(words, shop) == 0
     assert len(asked) == 3

@@ -1,0 +1,251 @@
+"""Mutants of one tree beside the laws that reach them, in sessions of pytest side by side."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.mutants import switch
+from tests.mutants.changes import Mutant
+from tests.mutants.laws import laws_of
+from tests.mutants.session import Job, Reach, Trial
+from tests.mutants.switches import with_switches
+from tests.mutants.trial import (
+    HANGS,
+    IDLE_SECONDS,
+    KILLED,
+    SURVIVED,
+    Failure,
+    Verdict,
+    end,
+    processor_seconds,
+)
+
+ROOT = Path(__file__).parents[2]
+# of the processor time that its laws took without a mutant, which may be more with one
+PATIENCE = 5
+LOOK_SECONDS = 0.5
+
+
+def switched(tree: Path, mutants: Sequence[Mutant]) -> dict[int, Mutant]:
+    """Put mutants into the files of `tree`, each behind a switch, and return those that have one,
+    by the number of the switch."""
+    have = dict[int, Mutant]()
+    numbered = dict(enumerate(mutants))
+    for path in sorted({mutant.path for mutant in mutants}):
+        here = {number: one for number, one in numbered.items() if one.path == path}
+        text, numbers = with_switches((tree / path).read_bytes(), here)
+        (tree / path).write_text(text)
+        have |= {number: here[number] for number in numbers}
+    return have
+
+
+def reaches(tree: Path, mutants: Sequence[Mutant], workers: int) -> list[Reach]:
+    """Return what each fast law of these mutants reaches, in a tree with their switches."""
+    laws = sorted(
+        {law for mutant in mutants for some in laws_of(tree, mutant.path) for law in some}
+    )
+    parts = [laws[number::workers] for number in range(workers)]
+
+    def lines_of(part: list[str]) -> list[dict[str, Any]]:
+        with _session(tree, part, {}) as session:
+            while session.process.poll() is None:
+                time.sleep(LOOK_SECONDS)
+            return session.new_lines()
+
+    with ThreadPoolExecutor(workers) as pool:
+        done = list(pool.map(lines_of, parts))
+    return [Reach(**line) for lines in done for line in lines]
+
+
+def chosen_laws(
+    tree: Path, number: int, mutant: Mutant, reached: Sequence[Reach], seconds: float
+) -> tuple[list[str], bool]:
+    """Return the laws that a mutant is tried by, in order, and whether these are all that reach it.
+
+    First come the quick ones of files that are named like its module or import it. Of the others,
+    each file has its turn. All of them together take `seconds` at most.
+    """
+    first, _ = laws_of(tree, mutant.path)
+    reaching = [law for law in reached if law.passed and number in law.reached]
+    turns = dict[str, int]()
+    keyed: list[tuple[bool, int, float, Reach]] = []
+    for law in sorted(reaching, key=lambda law: law.seconds):
+        file = law.law.partition("::")[0]
+        turns[file] = turns.get(file, 0) + 1
+        is_near = file in first[:-1]
+        keyed.append((not is_near, 0 if is_near else turns[file], law.seconds, law))
+    keyed.sort(key=lambda key: key[:3])
+    chosen: list[str] = []
+    used = 0.0
+    for *_, law in keyed:
+        used += law.seconds
+        if used > seconds:
+            return chosen, False
+        chosen.append(law.law)
+    return chosen, True
+
+
+def try_all(
+    tree: Path,
+    laws: Mapping[int, tuple[list[str], bool]],
+    seconds: float,
+    workers: int,
+    tell: Callable[[int, Verdict], None],
+) -> None:
+    """Try mutants by their laws, and tell each verdict as it comes.
+
+    laws: by the number of the mutant, and whether these are all that reach it.
+    """
+    lock = threading.Lock()
+
+    def told(number: int, verdict: Verdict) -> None:
+        with lock:
+            tell(number, verdict)
+
+    for number in [number for number, (chosen, _) in laws.items() if not chosen]:
+        tell(number, Verdict(SURVIVED, "no law reaches it"))
+    numbers = [number for number, (chosen, _) in laws.items() if chosen]
+    with ThreadPoolExecutor(workers) as pool:
+        parts = [{one: laws[one] for one in numbers[first::workers]} for first in range(workers)]
+        list(pool.map(lambda part: _try_part(tree, part, seconds, told), parts))
+
+
+def _try_part(
+    tree: Path,
+    laws: Mapping[int, tuple[list[str], bool]],
+    seconds: float,
+    tell: Callable[[int, Verdict], None],
+) -> None:
+    """Try mutants one after the other, in a session that is started anew where one has ended it."""
+    left = dict(laws)
+    while left:
+        files = sorted({law.partition("::")[0] for chosen, _ in left.values() for law in chosen})
+        mutants = {number: chosen for number, (chosen, _) in left.items()}
+        with _session(tree, files, mutants) as session:
+            for number, verdict in _verdicts(session, left, seconds):
+                del left[number]
+                tell(number, verdict)
+
+
+def _verdicts(
+    session: "_Session", laws: Mapping[int, tuple[list[str], bool]], seconds: float
+) -> Iterator[tuple[int, Verdict]]:
+    """Yield what a session finds, until it ends or has to be ended."""
+    waiting = list(laws)
+    while waiting:
+        is_running = session.process.poll() is None
+        for line in session.new_lines():
+            number = waiting.pop(0)
+            trial = Trial(**line)
+            assert trial.number == number
+            yield number, _verdict(trial, session.used(), laws[number][1])
+        if not waiting:
+            return
+        if not is_running:
+            assert session.is_collected, session.output()
+            yield waiting[0], Verdict(KILLED, "the end of pytest", True, session.used())
+            return
+        if session.idle_seconds() > IDLE_SECONDS:
+            yield waiting[0], Verdict(HANGS, seconds=session.used())
+            return
+        if session.is_collected and session.spent() > PATIENCE * seconds:
+            yield waiting[0], Verdict(SURVIVED, seconds=session.used(), whole=False)
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def _verdict(trial: Trial, seconds: float, whole: bool) -> Verdict:
+    if not trial.by:
+        return Verdict(SURVIVED, seconds=seconds, whole=whole)
+    failure = Failure(trial.by, trial.said, at_import=False)
+    return Verdict(KILLED, failure.law, failure.crashed, seconds)
+
+
+@dataclass
+class _Session:
+    """A session of pytest that does a job."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+    is_collected: bool = False
+    _read: int = 0
+    _before: float = 0.0
+    _total: float = 0.0
+    _moved: float = field(default_factory=time.monotonic)
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """Return the results that have come since the last call."""
+        done = self.folder / "done.jsonl"
+        whole = done.read_text().rpartition("\n")[0].splitlines() if done.exists() else []
+        new = [json.loads(line) for line in whole[self._read :]]
+        self._read = len(whole)
+        results = [line for line in new if "collected" not in line]
+        if len(results) < len(new):
+            self.is_collected = True
+            self.used()
+        return results
+
+    def spent(self) -> float:
+        """Return the processor time since the last result."""
+        return processor_seconds(self.process.pid) - self._before
+
+    def used(self) -> float:
+        """Return the processor time since the last call."""
+        now = processor_seconds(self.process.pid)
+        since = max(0.0, now - self._before)
+        self._before = now
+        return since
+
+    def idle_seconds(self) -> float:
+        """Return how long ago any process of the session has used the processor."""
+        now = processor_seconds(self.process.pid)
+        if now != self._total:
+            self._total = now
+            self._moved = time.monotonic()
+        return time.monotonic() - self._moved
+
+    def output(self) -> str:
+        return (self.folder / "said.txt").read_text()[-2000:]
+
+
+@contextmanager
+def _session(
+    tree: Path, laws: Sequence[str], mutants: Mapping[int, list[str]]
+) -> Iterator[_Session]:
+    """Yield a session in `tree`, and end it with all that it has started."""
+    with tempfile.TemporaryDirectory(prefix="laws_", dir=tree.parent) as temporary:
+        folder = Path(temporary)
+        job = Job(list(laws), str(folder / "done.jsonl"), dict(mutants))
+        (folder / "job.json").write_text(json.dumps(asdict(job)))
+        (folder / "tmp").mkdir()
+        environment = {
+            **os.environ,
+            # the latter has the session, if the tree is another one's
+            "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
+            "TMPDIR": str(folder / "tmp"),
+            switch.FOLDER: temporary,
+        }
+        with (folder / "said.txt").open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.mutants.session", str(folder / "job.json")],
+                cwd=tree,
+                env=environment,
+                stdout=said,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                yield _Session(process, folder)
+            finally:
+                end(process)

@@ -90,8 +90,12 @@ class Session:
             done.write(json.dumps(result) + "\n")
 
     def _reaches(self, session: pytest.Session) -> Iterator[Reach]:
+        file = None
         for item, following in zip(session.items, [*session.items[1:], None], strict=True):
-            _forget_results()
+            # laws of a file may share results that take long
+            if item.path != file:
+                _forget_results()
+                file = item.path
             switch.choose(switch.NONE)
             start = time.perf_counter()
             said = self._failure(item, following)

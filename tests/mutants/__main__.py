@@ -96,10 +96,11 @@ def _try(
     results = arguments.results or Path(f"mutants-{arguments.seed}.jsonl")
     with copy_of(tree) as with_switches:
         have = switched(with_switches, mutants)
+        paths = {mutant.path for mutant in have.values()}
         found = _once(
             results.with_suffix(".reached.json"),
             [commit, *map(str, mutants)],
-            lambda: [asdict(one) for one in reaches(with_switches, mutants, arguments.workers)],
+            lambda: [asdict(one) for one in reaches(with_switches, paths, arguments.workers)],
         )
         reached = [Reach(**one) for one in found]
         laws = {

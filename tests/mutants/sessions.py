@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 # of the processor time that its laws took without a mutant, which may be more with one
 PATIENCE = 5
 LOOK_SECONDS = 0.5
+PARTS = 4  # of each worker's laws, so that none waits long for another
 
 
 def switched(tree: Path, mutants: Sequence[Mutant]) -> dict[int, Mutant]:
@@ -49,12 +50,11 @@ def switched(tree: Path, mutants: Sequence[Mutant]) -> dict[int, Mutant]:
     return have
 
 
-def reaches(tree: Path, mutants: Sequence[Mutant], workers: int) -> list[Reach]:
-    """Return what each fast law of these mutants reaches, in a tree with their switches."""
-    laws = sorted(
-        {law for mutant in mutants for some in laws_of(tree, mutant.path) for law in some}
-    )
-    parts = [laws[number::workers] for number in range(workers)]
+def reaches(tree: Path, paths: Iterable[str], workers: int) -> list[Reach]:
+    """Return what each fast law of these files of code reaches, in a tree with switches."""
+    laws = sorted({law for path in set(paths) for some in laws_of(tree, path) for law in some})
+    num_parts = PARTS * workers
+    parts = [laws[number::num_parts] for number in range(num_parts)]
 
     def lines_of(part: list[str]) -> list[dict[str, Any]]:
         with _session(tree, part, {}) as session:
@@ -73,18 +73,23 @@ def chosen_laws(
     """Return the laws that a mutant is tried by, in order, and whether these are all that reach it.
 
     First come the quick ones of files that are named like its module or import it. Of the others,
-    each file has its turn. All of them together take `seconds` at most.
+    each file has its turn. Last come those that may have found ready what another one of their file
+    has computed. All of them together take `seconds` at most.
     """
     first, _ = laws_of(tree, mutant.path)
-    reaching = [law for law in reached if law.passed and number in law.reached]
+    near = first[:-1]
+    files = {_file_of(law) for law in reached if number in law.reached}
     turns = dict[str, int]()
-    keyed: list[tuple[bool, int, float, Reach]] = []
-    for law in sorted(reaching, key=lambda law: law.seconds):
-        file = law.law.partition("::")[0]
+    keyed: list[tuple[bool, bool, int, float, Reach]] = []
+    for law in sorted(reached, key=lambda law: law.seconds):
+        file = _file_of(law)
+        if file not in files or not law.passed:
+            continue
         turns[file] = turns.get(file, 0) + 1
-        is_near = file in first[:-1]
-        keyed.append((not is_near, 0 if is_near else turns[file], law.seconds, law))
-    keyed.sort(key=lambda key: key[:3])
+        is_near = file in near
+        turn = 0 if is_near else turns[file]
+        keyed.append((number not in law.reached, not is_near, turn, law.seconds, law))
+    keyed.sort(key=lambda key: key[:4])
     chosen: list[str] = []
     used = 0.0
     for *_, law in keyed:
@@ -93,6 +98,10 @@ def chosen_laws(
             return chosen, False
         chosen.append(law.law)
     return chosen, True
+
+
+def _file_of(law: Reach) -> str:
+    return law.law.partition("::")[0]
 
 
 def try_all(

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Event, Lock
+from typing import Any, TypeVar
 
 from tests.mutants import switch
 from tests.mutants.changes import Mutant
@@ -30,6 +30,8 @@ from tests.mutants.trial import (
     processor_seconds,
 )
 
+Part = TypeVar("Part")
+Done = TypeVar("Done")
 ROOT = Path(__file__).parents[2]
 # of the processor time that its laws took without a mutant, which may be more with one
 PATIENCE = 5
@@ -56,15 +58,29 @@ def reaches(tree: Path, paths: Iterable[str], workers: int) -> list[Reach]:
     num_parts = PARTS * workers
     parts = [laws[number::num_parts] for number in range(num_parts)]
 
-    def lines_of(part: list[str]) -> list[dict[str, Any]]:
+    def lines_of(part: list[str], over: Event) -> list[dict[str, Any]]:
         with _session(tree, part, {}) as session:
-            while session.process.poll() is None:
-                time.sleep(LOOK_SECONDS)
+            while session.process.poll() is None and not over.wait(LOOK_SECONDS):
+                pass
             return session.new_lines()
 
-    with ThreadPoolExecutor(workers) as pool:
-        done = list(pool.map(lines_of, parts))
+    done = _side_by_side(lines_of, parts, workers)
     return [Reach(**line) for lines in done for line in lines]
+
+
+def _side_by_side(
+    work: Callable[[Part, Event], Done], parts: Sequence[Part], workers: int
+) -> list[Done]:
+    """Return what `work` returns of each part. It ends early once the event is set: if this process
+    is interrupted."""
+    over = Event()
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, part, over) for part in parts]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def chosen_laws(
@@ -115,18 +131,20 @@ def try_all(
 
     laws: by the number of the mutant, and whether these are all that reach it.
     """
-    lock = threading.Lock()
+    lock = Lock()
 
     def told(number: int, verdict: Verdict) -> None:
         with lock:
             tell(number, verdict)
 
+    def try_part(part: Mapping[int, tuple[list[str], bool]], over: Event) -> None:
+        _try_part(tree, part, seconds, told, over)
+
     for number in [number for number, (chosen, _) in laws.items() if not chosen]:
         tell(number, Verdict(SURVIVED, "no law reaches it"))
     numbers = [number for number, (chosen, _) in laws.items() if chosen]
-    with ThreadPoolExecutor(workers) as pool:
-        parts = [{one: laws[one] for one in numbers[first::workers]} for first in range(workers)]
-        list(pool.map(lambda part: _try_part(tree, part, seconds, told), parts))
+    parts = [{one: laws[one] for one in numbers[first::workers]} for first in range(workers)]
+    _side_by_side(try_part, parts, workers)
 
 
 def _try_part(
@@ -134,24 +152,28 @@ def _try_part(
     laws: Mapping[int, tuple[list[str], bool]],
     seconds: float,
     tell: Callable[[int, Verdict], None],
+    over: Event,
 ) -> None:
     """Try mutants one after the other, in a session that is started anew where one has ended it."""
     left = dict(laws)
-    while left:
+    while left and not over.is_set():
         files = sorted({law.partition("::")[0] for chosen, _ in left.values() for law in chosen})
         mutants = {number: chosen for number, (chosen, _) in left.items()}
         with _session(tree, files, mutants) as session:
-            for number, verdict in _verdicts(session, left, seconds):
+            for number, verdict in _verdicts(session, left, seconds, over):
                 del left[number]
                 tell(number, verdict)
 
 
 def _verdicts(
-    session: "_Session", laws: Mapping[int, tuple[list[str], bool]], seconds: float
+    session: "_Session",
+    laws: Mapping[int, tuple[list[str], bool]],
+    seconds: float,
+    over: Event,
 ) -> Iterator[tuple[int, Verdict]]:
     """Yield what a session finds, until it ends or has to be ended."""
     waiting = list(laws)
-    while waiting:
+    while waiting and not over.wait(LOOK_SECONDS):
         is_running = session.process.poll() is None
         for line in session.new_lines():
             number = waiting.pop(0)
@@ -170,7 +192,6 @@ def _verdicts(
         if session.is_collected and session.spent() > PATIENCE * seconds:
             yield waiting[0], Verdict(SURVIVED, seconds=session.used(), whole=False)
             return
-        time.sleep(LOOK_SECONDS)
 
 
 def _verdict(trial: Trial, seconds: float, whole: bool) -> Verdict:

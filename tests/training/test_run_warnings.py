@@ -48,6 +48,30 @@ def test_keys_that_are_surely_not_meant_are_named(
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
 
 
+NVFP4 = ["fp8.kind=nvfp4", "precision.compute=bf16"]
+DELAYED = ["fp8.kind=delayed", "precision.compute=bf16", "train.steps=6"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "said"),
+    [
+        (NVFP4, "fp8.kind = nvfp4 in all layers", True),
+        ([*NVFP4, "fp8.first_layers=1"], "fp8.kind = nvfp4 in all layers", False),
+        ([*NVFP4, "fp8.last_layers=1"], "fp8.kind = nvfp4 in all layers", False),
+        ([*NVFP4, 'fp8.wide=["*.down.weight"]'], "fp8.kind = nvfp4 in all layers", False),
+        (["fp8.kind=delayed", "precision.compute=bf16"], "fp8.kind = nvfp4 in all layers", False),
+        ([*DELAYED, "fp8.calibrate=6"], "fp8.calibrate = 6 steps are the whole run", True),
+        ([*DELAYED, "fp8.calibrate=5"], "fp8.calibrate", False),
+    ],
+    ids=str,
+)
+def test_each_setting_of_fp8_alone_is_named_or_takes_its_warning_away(
+    overrides: list[str], words: str, said: bool, run_file: Path, corpus: Corpus
+) -> None:
+    found = [*run_warnings(load_run(run_file, overrides), corpus, 1, "cpu")]
+    assert any(line.startswith(words) for line in found) == said
+
+
 def test_every_warning_is_printed_before_the_run_begins(
     run_file: Path,
     tmp_path: Path,

@@ -8,7 +8,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,10 @@ def _try(
         found = _once(
             results.with_suffix(".reached.json"),
             [commit, *map(str, mutants)],
-            lambda: [asdict(one) for one in reaches(with_switches, paths, arguments.workers)],
+            lambda: _reached(with_switches, paths, arguments.workers),
         )
-        reached = [Reach(**one) for one in found]
+        reached = [Reach(**one) for one in found["laws"]]
+        have = {number: one for number, one in have.items() if number not in found["at_import"]}
         laws = {
             number: chosen_laws(tree, number, mutants[number], reached, arguments.seconds)
             for number in untried
@@ -113,6 +114,11 @@ def _try(
     for number in untried:
         if number not in have:
             tell(number, trials.tried(mutants[number]))
+
+
+def _reached(tree: Path, paths: Iterable[str], workers: int) -> dict[str, Any]:
+    laws, at_import = reaches(tree, paths, workers)
+    return {"laws": [asdict(law) for law in laws], "at_import": sorted(at_import)}
 
 
 def _once(file: Path, key: list[str], find: Callable[[], Any]) -> Any:

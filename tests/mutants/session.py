@@ -79,7 +79,8 @@ class Session:
             self._said.append(f"{report.when}: {report.longreprtext}")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self._keep({"collected": len(session.items)})
+        # what is computed while modules are imported no switch changes any more
+        self._keep({"collected": len(session.items), "at_import": sorted(switch.reached())})
         results = self._trials(session) if self.job.mutants else self._reaches(session)
         for result in results:
             self._keep(asdict(result))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from tests.mutants import switch
 from tests.mutants.changes import Mutant
+from tests.mutants.kinship import kinship
 from tests.mutants.laws import laws_of
 from tests.mutants.session import Job, Reach, Trial
 from tests.mutants.switches import with_switches
@@ -36,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 # of the processor time that its laws took without a mutant, which may be more with one
 PATIENCE = 5
 LOOK_SECONDS = 0.5
+CASES = 2  # of a law that are tried before those of other laws
 PARTS = 4  # of each worker's laws, so that none waits long for another
 
 
@@ -52,20 +55,23 @@ def switched(tree: Path, mutants: Sequence[Mutant]) -> dict[int, Mutant]:
     return have
 
 
-def reaches(tree: Path, paths: Iterable[str], workers: int) -> list[Reach]:
-    """Return what each fast law of these files of code reaches, in a tree with switches."""
+def reaches(tree: Path, paths: Iterable[str], workers: int) -> tuple[list[Reach], frozenset[int]]:
+    """Return what each fast law of these files of code reaches, in a tree with switches, and which
+    switches are reached when modules are imported."""
     laws = sorted({law for path in set(paths) for some in laws_of(tree, path) for law in some})
     num_parts = PARTS * workers
     parts = [laws[number::num_parts] for number in range(num_parts)]
 
-    def lines_of(part: list[str], over: Event) -> list[dict[str, Any]]:
+    def done_by(part: list[str], over: Event) -> tuple[list[Reach], frozenset[int]]:
         with _session(tree, part, {}) as session:
             while session.process.poll() is None and not over.wait(LOOK_SECONDS):
                 pass
-            return session.new_lines()
+            found = [Reach(**line) for line in session.new_lines()]
+            return found, session.at_import
 
-    done = _side_by_side(lines_of, parts, workers)
-    return [Reach(**line) for lines in done for line in lines]
+    done = _side_by_side(done_by, parts, workers)
+    found = [reach for some, _ in done for reach in some]
+    return found, frozenset[int]().union(*(at_import for _, at_import in done))
 
 
 def _side_by_side(
@@ -88,24 +94,22 @@ def chosen_laws(
 ) -> tuple[list[str], bool]:
     """Return the laws that a mutant is tried by, in order, and whether these are all that reach it.
 
-    First come the quick ones of files that are named like its module or import it. Of the others,
-    each file has its turn. Last come those that may have found ready what another one of their file
-    has computed. All of them together take `seconds` at most.
+    First come those that speak most of its line (`kinship`), two cases of each; then further cases;
+    last those that may have found ready what another one of their file has computed. All of them
+    together take `seconds` at most. tree: without switches.
     """
-    first, _ = laws_of(tree, mutant.path)
-    near = first[:-1]
     files = {_file_of(law) for law in reached if number in law.reached}
-    turns = dict[str, int]()
-    keyed: list[tuple[bool, bool, int, float, Reach]] = []
+    cases = Counter[str]()
+    keyed: list[tuple[bool, int, float, Reach]] = []
     for law in sorted(reached, key=lambda law: law.seconds):
-        file = _file_of(law)
-        if file not in files or not law.passed:
+        if _file_of(law) not in files or not law.passed:
             continue
-        turns[file] = turns.get(file, 0) + 1
-        is_near = file in near
-        turn = 0 if is_near else turns[file]
-        keyed.append((number not in law.reached, not is_near, turn, law.seconds, law))
-    keyed.sort(key=lambda key: key[:4])
+        is_own = number in law.reached
+        name = law.law.partition("[")[0]
+        case = cases[name]
+        cases[name] += is_own
+        keyed.append((not is_own, case // CASES, -kinship(tree, mutant, law.law), law))
+    keyed.sort(key=lambda key: key[:3])
     chosen: list[str] = []
     used = 0.0
     for *_, law in keyed:
@@ -208,6 +212,7 @@ class _Session:
     process: "subprocess.Popen[str]"
     folder: Path
     is_collected: bool = False
+    at_import: frozenset[int] = frozenset()
     _read: int = 0
     _before: float = 0.0
     _total: float = 0.0
@@ -219,11 +224,11 @@ class _Session:
         whole = done.read_text().rpartition("\n")[0].splitlines() if done.exists() else []
         new = [json.loads(line) for line in whole[self._read :]]
         self._read = len(whole)
-        results = [line for line in new if "collected" not in line]
-        if len(results) < len(new):
+        if new and not self.is_collected:
             self.is_collected = True
+            self.at_import = frozenset(new.pop(0)["at_import"])
             self.used()
-        return results
+        return new
 
     def spent(self) -> float:
         """Return the processor time since the last result."""

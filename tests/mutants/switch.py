@@ -14,6 +14,8 @@ REACHED = "reached"
 NONE = -1
 
 _process = 0
+# kept, because a law may replace the environment
+_folder = ""
 _chosen = NONE
 _noted = set[int]()
 
@@ -39,22 +41,24 @@ def choose(number: int) -> None:
 
 
 def reached() -> frozenset[int]:
-    """Return the switches that were reached since the last choice, which was `NONE`."""
-    lines = (Path(os.environ[FOLDER]) / REACHED).read_text().splitlines()
+    """Return the switches that were reached since the last choice, which was `NONE`, or since the
+    session began."""
+    file = Path(os.environ[FOLDER]) / REACHED
+    lines = file.read_text().splitlines() if file.exists() else []
     return frozenset(map(int, lines))
 
 
 def _read() -> None:
-    global _process, _chosen
+    global _process, _folder, _chosen
     _process = os.getpid()
+    _folder = os.environ.get(FOLDER, _folder)
     _noted.clear()
-    folder = os.environ.get(FOLDER)
-    file = Path(folder or os.devnull) / CHOSEN
-    _chosen = int(file.read_text()) if folder and file.exists() else NONE
+    file = Path(_folder) / CHOSEN
+    _chosen = int(file.read_text()) if _folder and file.exists() else NONE
 
 
 def _note(number: int) -> None:
     _noted.add(number)
-    if folder := os.environ.get(FOLDER):
-        with (Path(folder) / REACHED).open("a") as file:
+    if _folder:
+        with (Path(_folder) / REACHED).open("a") as file:
             file.write(f"{number}\n")

@@ -176,3 +176,12 @@ def test_phases_with_long_patterns_are_refused() -> None:
     many = tuple((begin * 1000, 0.1 + begin % 2) for begin in range(12))
     with raises("data.blend_phases_too_fine"):
         BlendPhases((many, ((0, 1.0),)), linear=True).require_short_patterns()
+
+
+def test_a_phase_without_any_weight_is_found_where_it_begins_also_the_first() -> None:
+    def empty(*points: tuple[tuple[int, float], ...]) -> int | None:
+        return BlendPhases(points).empty_phase()
+
+    assert empty(((0, 1.0),), ((0, 0.0),)) is None
+    assert empty(((0, 0.0), (5, 1.0)), ((0, 0.0), (7, 1.0))) == 0
+    assert empty(((0, 1.0), (5, 0.0), (9, 1.0)), ((0, 0.0), (9, 1.0))) == 5

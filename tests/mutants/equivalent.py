@@ -29,6 +29,18 @@ EQUIVALENT: dict[Change, str] = {
         "a bound of damaged records, more than any run has ranks"
     ),
     (
+        "models/attention/backends.py",
+        'context = Context(replace(plan, fp8=None), Axis("tp", 0, tp), cp=Axis("cp", 0, cp))',
+        "0",
+        "1",
+    ): "the rank, of which no choice of a kernel depends",
+    (
+        "parallel/joining.py",
+        "if alone_line and waited > ALONE and len(missing) == size - 1:",
+        ">",
+        ">=",
+    ): "a time that is measured, and never equal",
+    (
         "megaprec/comm/virtual.py",
         "local = torch.cat([*leaves]) if len(leaves) > 1 else leaves[0]",
         ">",

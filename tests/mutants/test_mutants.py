@@ -2,16 +2,22 @@
 unchanged."""
 
 import ast
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.mutants import switch
 from tests.mutants.__main__ import main, read_results
-from tests.mutants.changes import TRAINING, draw, mutants_of
+from tests.mutants.changes import TRAINING, Mutant, draw, mutants_of
 from tests.mutants.equivalent import EQUIVALENT, reason_of
 from tests.mutants.laws import PARITY, folder_of, laws_of
+from tests.mutants.session import Reach
+from tests.mutants.sessions import chosen_laws
 from tests.mutants.switches import IMPORT, SWITCH, with_switches
 from tests.mutants.trained import trained_lines
 from tests.mutants.trial import KILLED, SURVIVED, Verdict, commit_of
@@ -123,6 +129,46 @@ def test_the_laws_of_a_module_come_before_those_of_its_room() -> None:
     assert first[-1] == PARITY
     assert "tests/optim/test_lr.py" in others
     assert not set(first) & set(others)
+
+
+def speaking_of_hysteresis() -> tuple[Mutant, Reach, Reach]:
+    """A mutant, a law that speaks of its line, and one of another subject that is quicker."""
+    path = "megaprec/optim/decision/scaler.py"
+    source = (ROOT / path).read_bytes()
+    lines = source.decode().splitlines()
+    of_path = mutants_of(path, source)
+    mutant = next(one for one in of_path if "hysteresis" in lines[one.line - 1])
+    law = "tests/optim/test_scaler.py::test_the_scale_falls_once_its_hysteresis_is_used_up"
+    other = "tests/optim/test_lr.py::test_a_constant_rate_is_constant"
+    return mutant, Reach(law, True, 2.0, [7]), Reach(other, True, 0.1, [7])
+
+
+def test_laws_that_speak_of_the_line_of_a_mutant_are_tried_first() -> None:
+    mutant, speaks, other = speaking_of_hysteresis()
+    assert chosen_laws(ROOT, 7, mutant, [other, speaks], 60) == ([speaks.law, other.law], True)
+    assert chosen_laws(ROOT, 7, mutant, [other, speaks], 2.05) == ([speaks.law], False)
+
+
+def test_only_laws_that_hold_and_whose_file_reaches_a_mutant_are_tried() -> None:
+    mutant, speaks, other = speaking_of_hysteresis()
+    fails = replace(speaks, passed=False)
+    elsewhere = replace(speaks, reached=[8])
+    # it may have found ready what the other law of its file has computed
+    of_file = replace(other, law=f"{other.law}_too", reached=[])
+    assert chosen_laws(ROOT, 7, mutant, [fails, other], 60) == ([other.law], True)
+    assert chosen_laws(ROOT, 7, mutant, [elsewhere], 60) == ([], True)
+    assert chosen_laws(ROOT, 7, mutant, [of_file, other], 60) == ([other.law, of_file.law], True)
+
+
+@pytest.mark.slow
+def test_a_switch_is_reached_also_by_a_law_that_replaces_the_environment(tmp_path: Path) -> None:
+    program = (
+        "import os\nfrom tests.mutants import switch\nswitch.choose(-1)\nos.environ = {}\n"
+        "assert not switch.on(3)\n"
+    )
+    environment = {**os.environ, switch.FOLDER: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert (tmp_path / switch.REACHED).read_text() == "3\n"
 
 
 def test_laws_that_are_named_like_a_module_come_first() -> None:

@@ -350,7 +350,7 @@ def reduced(
     model = nn.Linear(8, 8, bias=False)
     attach_whole(model)
     reduction = GradReduction(start_sum=start_sum)
-    buffer = Buffer([model.weight], made, dp, shards, 0, CPU, reduction=reduction)
+    buffer = Buffer([model.get_parameter("weight")], made, dp, shards, 0, CPU, reduction=reduction)
     buffer.grads.copy_(grad)
     buffer.start_reduce()()
     return sent, buffer.local_grads

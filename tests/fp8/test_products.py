@@ -451,3 +451,13 @@ def test_weights_that_do_not_suit_are_told_by_dim(
     kind: Kind, shape: tuple[int, int], said: str
 ) -> None:
     assert misfit(kind, *shape) == said
+
+
+def test_transposed_codes_are_a_view_on_a_cpu_and_run_along_rows_on_a_gpu() -> None:
+    for device in ("cpu", "meta"):  # the latter stands for a GPU
+        codes = torch.empty(4, 8, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.ones(1, 1, device=device)
+        turned = Codes(codes, scales, (4, 8)).t()
+        assert turned.block == (8, 4)
+        assert turned.values.shape == (8, 4)
+        assert turned.values.is_contiguous() == (device == "meta")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8 import linear
@@ -292,3 +293,12 @@ def test_layers_need_the_state_of_the_plans_recipe_and_come_before_the_first_pas
         model.fp8.autocast(fp8_recipe=FP8Recipe("mx")),
     ):
         pass
+
+
+def test_a_state_is_of_the_axes_that_it_is_given_and_of_single_ranks_without() -> None:
+    tp, stage, dp = Axis("tp", 0, 2), Axis("stage", 0, 3), Axis("dp", 0, 4)
+    given = FP8State(tp=tp, stage=stage, dp=dp)
+    assert (given.tp, given.stage, given.dp) == (tp, stage, dp)
+    assert FP8State(tp=tp).stage is tp
+    alone = FP8State()
+    assert [axis.size for axis in (alone.tp, alone.stage, alone.dp)] == [1, 1, 1]

@@ -293,6 +293,21 @@ def test_stale_codes_are_not_used_outside_of_a_pass() -> None:
         engine.stages[0](torch.zeros(4, 1, dtype=torch.int64))
 
 
+def test_codes_in_other_memory_are_refused_and_wide_weights_are_moved_home() -> None:
+    """Codes without the scales that belong to them are no values."""
+    engine = engine_of(kept())
+    seen = set[bool]()
+    for buffer in engine.optimizer.all_buffers():
+        assert buffer.reclaim_parameters() == []
+        parameter = buffer.parameters[0]
+        parameter.data = parameter.data.clone()
+        first_part = layout_of(parameter).parts[0].name
+        expected = [first_part] if buffer.has_fp8_weights else []
+        assert buffer.reclaim_parameters() == expected
+        seen.add(buffer.has_fp8_weights)
+    assert seen == {True, False}
+
+
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_the_formula_of_bytes_holds(compute: str) -> None:
     """bf16: 1 for codes, 4 for the gradient, 12 for master and averages; scales come on top."""

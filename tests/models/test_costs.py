@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.decoder.cutting import cuts
+from models.decoder.cutting import cuts, mtp_cost
 from models.decoder.stages import Stage
 from models.delta_net import DeltaNet
 from models.engine.options import EngineOptions
@@ -388,3 +388,19 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
         real = sum(t.nbytes for t in tensors)
         views = 1.1 if config.latent else 1.0
         assert real <= kept.deferred_bytes <= real * views
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_modules_of_several_tokens_ahead_cost_three_forwards_and_one_more_if_recomputed(
+    modules: int,
+) -> None:
+    fields = {"vocab": 64, "hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "max_positions": 8}
+    config = ModelConfig.model_validate({**fields, "mtp_layers": modules})
+    forward = config.mtp_flops(8)
+    assert mtp_cost(config, 8, Recompute()) == 3 * forward
+    whole = mtp_cost(config, 8, Recompute(fraction=1.0))
+    # the last product of a layer is not: nothing in the backward pass reads its result
+    again = config.layer_flops(8) - 2 * config.ffn * config.hidden
+    assert whole == 3 * forward + modules * again
+    # only some layers of the model are, and none of the modules
+    assert mtp_cost(config, 8, Recompute(fraction=0.5)) == 3 * forward

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes, describe_misfit
@@ -23,6 +25,7 @@ from models.feed_forward import dispatch
 from models.feed_forward.dispatch import rows_of_rank, transpose_groups
 from models.feed_forward.moe import MixtureOfExperts
 from parallel.context import Context
+from tests.ranks import run_ranks
 from tests.refusals import sentence
 
 RANKS = 2
@@ -258,3 +261,28 @@ def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(
 def test_sizes_that_do_not_fit_are_named(sizes: tuple[int, int, int, int], said: str) -> None:
     found = describe_misfit(*sizes) or ""
     assert re.search(said, found) and bool(found) == bool(said)
+
+
+def groups_of_experts(
+    mesh: DeviceMesh, expert: int, slices: int
+) -> list[tuple[int, int, list[int] | None]]:
+    """Size, own rank and world ranks of the axes of experts: spread, slices and replicas."""
+    axes = ExpertAxes.of(mesh, expert, slices)
+    assert axes is not None
+    return [
+        (axis.size, axis.rank, dist.get_process_group_ranks(axis.group) if axis.group else None)
+        for axis in (axes.spread, axes.tp, axes.replicas)
+    ]
+
+
+@pytest.mark.parametrize(("expert", "slices"), [(2, 2), (2, 1), (4, 1)])
+def test_each_axis_of_experts_has_the_group_of_its_own_ranks(expert: int, slices: int) -> None:
+    """Of world ranks in the order [replica, expert, slice]; an axis of one rank has none."""
+    found = run_ranks(groups_of_experts, {"dp": 2, "tp": 2}, expert=expert, slices=slices)
+    order = torch.arange(4).view(-1, expert, slices)
+    for rank, axes in enumerate(found):
+        replica, number, part = (order == rank).nonzero()[0].tolist()
+        lines = [order[replica, :, part], order[replica, number], order[:, number, part]]
+        for (size, own, ranks), line in zip(axes, map(Tensor.tolist, lines), strict=True):
+            assert (size, line[own]) == (len(line), rank)
+            assert ranks == (line if size > 1 else None)

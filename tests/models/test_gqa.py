@@ -81,6 +81,33 @@ def test_torchs_kernel_for_cpus_sums_a_shared_head_less_exactly_so_heads_are_rep
     assert not takes_groups(heads(torch.bfloat16)[0], masked=False)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "takes"),
+    [
+        ("meta", torch.bfloat16, False, True),
+        ("meta", torch.float16, False, True),
+        ("meta", torch.bfloat16, True, False),
+        ("meta", torch.float32, False, False),
+        ("cpu", torch.bfloat16, False, False),
+    ],
+    ids=str,
+)
+def test_flash_attention_reads_shared_heads_itself_in_16_bits_and_without_a_mask(
+    device: str, dtype: torch.dtype, masked: bool, takes: bool
+) -> None:
+    assert takes_groups(torch.zeros(1, dtype=dtype, device=device), masked) == takes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_cpu_attends_in_fp32_where_its_kernel_is_slow_in_half_precision_and_then_alone(
+    dtype: torch.dtype,
+) -> None:
+    """That is float16."""
+    wanted = torch.float32 if dtype == torch.float16 else dtype
+    x = torch.zeros(1, 2, 3, 4, dtype=dtype)
+    assert [one.dtype for one in kernels.prepare_fused(x, x, x, None)] == [wanted] * 3
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("positions", [4, 6])
 def test_torchs_kernel_is_told_of_groups_only_where_heads_are_shared(

@@ -220,3 +220,27 @@ def test_the_experts_of_a_layer_lie_in_one_bucket_on_a_gpu_alone() -> None:
     assert buckets(parameters, plan("fp32"), 1) == [[parameter] for parameter in parameters]
     whole = buckets(parameters, plan("fp32"), 1, whole_groups=True)
     assert [list(map(id, bucket)) for bucket in whole] == [[id(router)], list(map(id, of_experts))]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "features", "grouped"),
+    [
+        ("meta", torch.bfloat16, (8, 64), True),
+        ("meta", torch.bfloat16, (8, 4), False),
+        ("meta", torch.float16, (8, 64), False),
+        ("meta", torch.float32, (8, 64), False),
+        ("cpu", torch.bfloat16, (8, 64), False),
+    ],
+    ids=str,
+)
+def test_grouped_products_are_those_of_gpus_in_bf16_whose_rows_are_aligned(
+    device: str,
+    dtype: torch.dtype,
+    features: tuple[int, ...],
+    grouped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouped_products, "has_grouped_products", lambda: True)
+    assert grouped_products.groups_on(torch.device(device), dtype, features) == grouped
+    monkeypatch.setattr(grouped_products, "has_grouped_products", lambda: False)
+    assert not grouped_products.groups_on(torch.device(device), dtype, features)

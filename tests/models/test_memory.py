@@ -463,3 +463,8 @@ def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:
         edge = get_gradient_edge(stage(x, place))
     assert edge
     assert sum(sizes) == pytest.approx(said.activations, rel=0.05)
+
+
+def test_the_last_layers_of_one_kind_are_counted_from_the_end() -> None:
+    for kinds, count in (("a", 1), ("ab", 1), ("abb", 2), ("bab", 1), ("bbb", 3)):
+        assert memory._count_equal_last(kinds) == count

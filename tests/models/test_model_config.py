@@ -346,3 +346,15 @@ def test_with_vocab_changes_only_the_vocabulary() -> None:
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match=", ".join(PRESETS)):
         preset("gpt5")
+
+
+def test_the_widths_of_feed_forwards_are_those_that_the_model_has() -> None:
+    dense = ModelConfig(vocab=8, hidden=8, layers=2, heads=2, ffn=16, max_positions=8)
+    experts = {"experts": 4, "experts_per_token": 2}
+    assert dense.ffn_widths == {"ffn": 16}
+    assert dense.model_copy(update=experts).ffn_widths == {"ffn": 16}
+    shared = dense.model_copy(update={**experts, "shared_experts": 24})
+    assert shared.ffn_widths == {"ffn": 16, "shared_experts": 24}
+    first_dense = {"dense_layers": (0,), "dense_ffn": 32}
+    both = shared.model_copy(update=first_dense)
+    assert both.ffn_widths == {"ffn": 16, "dense_ffn": 32, "shared_experts": 24}

@@ -13,6 +13,39 @@ EQUIVALENT: dict[Change, str] = {
     ("parallel/fused_products.py", "_FEATURES = 16", "16", "17"): (
         "the size of a product that is tried before a run, where any size shows whether it works"
     ),
+    ("megaprec/checkpoint/shard_file.py", "PIECE = 1 << 20", "20", "21"): (
+        "the bytes that are hashed and written at a time, which no file depends on"
+    ),
+    ("megaprec/optim/decision/one_pass.py", "LENGTHS = (1 << 24, 1 << 22, 1 << 20)", "1", "2"): (
+        "the lengths of the runs that are compiled, which no bit of an update depends on"
+    ),
+    ("models/estimate/memory.py", "SAMPLED_DEPTHS = (2, 8, 32)", "2", "3"): (
+        "a depth that is tried before a deeper one, until one more layer adds the same"
+    ),
+    ("models/estimate/memory.py", "SAMPLED_DEPTHS = (2, 8, 32)", "32", "33"): (
+        "a depth that is tried before a deeper one, until one more layer adds the same"
+    ),
+    ("tools/training/hangs.py", "MAX_RANKS = 1_000_000", "1_000_000", "1000001"): (
+        "a bound of damaged records, more than any run has ranks"
+    ),
+    (
+        "models/attention/backends.py",
+        'context = Context(replace(plan, fp8=None), Axis("tp", 0, tp), cp=Axis("cp", 0, cp))',
+        "0",
+        "1",
+    ): "the rank, of which no choice of a kernel depends",
+    (
+        "parallel/joining.py",
+        "if alone_line and waited > ALONE and len(missing) == size - 1:",
+        ">",
+        ">=",
+    ): "a time that is measured, and never equal",
+    (
+        "megaprec/comm/virtual.py",
+        "local = torch.cat([*leaves]) if len(leaves) > 1 else leaves[0]",
+        ">",
+        ">=",
+    ): "a copy of a tensor that nobody writes to",
 }
 
 

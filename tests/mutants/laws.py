@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 PARITY = "tests/models/test_parity.py"
@@ -10,6 +11,7 @@ OF_ALL = ("tests/optim", "tests/training")
 MAP = "docs/code.md"
 
 
+@cache
 def laws_of(root: Path, path: str) -> tuple[list[str], list[str]]:
     """Return the files of laws that are the first to try for a change of the file `path`, and those
     that come after them.

@@ -2,19 +2,28 @@
 unchanged."""
 
 import ast
+import os
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.mutants import switch
 from tests.mutants.__main__ import main, read_results
-from tests.mutants.changes import TRAINING, draw, mutants_of
+from tests.mutants.changes import TRAINING, Mutant, draw, mutants_of
 from tests.mutants.equivalent import EQUIVALENT, reason_of
 from tests.mutants.laws import PARITY, folder_of, laws_of
+from tests.mutants.session import Reach
+from tests.mutants.sessions import chosen_laws
+from tests.mutants.switches import IMPORT, SWITCH, with_switches
 from tests.mutants.trained import trained_lines
-from tests.mutants.trial import KILLED, SURVIVED, Trials, Verdict, commit_of
+from tests.mutants.trial import KILLED, SURVIVED, Verdict, commit_of
 
 ROOT = Path(__file__).parents[2]
+Tell = Callable[[int, Verdict], None]
 SOURCE = '''
 """A docstring of 3 < 4 words."""
 
@@ -68,6 +77,46 @@ def test_a_mutant_changes_one_place_of_what_is_computed() -> None:
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
 
 
+class Resolved(ast.NodeTransformer):
+    """A text in which one switch is on, and all others are off."""
+
+    def __init__(self, chosen: int) -> None:
+        self.chosen = chosen
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        node = self.generic_visit(node)
+        if isinstance(node, ast.If | ast.IfExp) and SWITCH in ast.unparse(node.test):
+            number = int(ast.unparse(node.test).removeprefix(f"{SWITCH}(").removesuffix(")"))
+            new, old = node.body, node.orelse
+            if isinstance(new, list) and isinstance(old, list):
+                new, old = new[0], old[0]
+            chosen = new if number == self.chosen else old
+            assert isinstance(chosen, ast.AST)
+            return chosen
+        return node
+
+
+def test_a_switch_is_between_the_code_and_its_mutant_and_all_others_leave_it_as_it_is() -> None:
+    paths = ["megaprec/optim/decision/scaler.py", "parallel/pipeline/kinds.py"]
+    for path in paths:
+        source = (ROOT / path).read_bytes()
+        mutants = dict(enumerate(mutants_of(path, source)))
+        text, numbers = with_switches(source, mutants)
+        assert len(numbers) > 0.7 * len(mutants)
+        for number in numbers:
+            tree = Resolved(number).visit(ast.parse(text.replace(IMPORT, "", 1)))
+            assert ast.unparse(tree) == ast.unparse(ast.parse(mutants[number].applied(source)))
+
+
+def test_what_is_evaluated_at_import_has_no_switch_nor_has_the_code_of_a_kernel() -> None:
+    source = (
+        b"A = 1\n@triton.jit\ndef f(a=2):\n    return 3\ndef g(b=4):\n    return lambda c=5: 6\n"
+    )
+    mutants = dict(enumerate(mutants_of("x.py", source)))
+    _, numbers = with_switches(source, mutants)
+    assert sorted(mutants[number].before for number in numbers) == ["5", "6"]
+
+
 def test_a_seed_draws_the_same_mutants_and_another_seed_others() -> None:
     folders = ["megaprec/tokens"]
     assert draw(ROOT, 20, 1, folders) == draw(ROOT, 20, 1, folders)
@@ -80,6 +129,46 @@ def test_the_laws_of_a_module_come_before_those_of_its_room() -> None:
     assert first[-1] == PARITY
     assert "tests/optim/test_lr.py" in others
     assert not set(first) & set(others)
+
+
+def speaking_of_hysteresis() -> tuple[Mutant, Reach, Reach]:
+    """A mutant, a law that speaks of its line, and one of another subject that is quicker."""
+    path = "megaprec/optim/decision/scaler.py"
+    source = (ROOT / path).read_bytes()
+    lines = source.decode().splitlines()
+    of_path = mutants_of(path, source)
+    mutant = next(one for one in of_path if "hysteresis" in lines[one.line - 1])
+    law = "tests/optim/test_scaler.py::test_the_scale_falls_once_its_hysteresis_is_used_up"
+    other = "tests/optim/test_lr.py::test_a_constant_rate_is_constant"
+    return mutant, Reach(law, True, 2.0, [7]), Reach(other, True, 0.1, [7])
+
+
+def test_laws_that_speak_of_the_line_of_a_mutant_are_tried_first() -> None:
+    mutant, speaks, other = speaking_of_hysteresis()
+    assert chosen_laws(ROOT, 7, mutant, [other, speaks], 60) == ([speaks.law, other.law], True)
+    assert chosen_laws(ROOT, 7, mutant, [other, speaks], 2.05) == ([speaks.law], False)
+
+
+def test_only_laws_that_hold_and_whose_file_reaches_a_mutant_are_tried() -> None:
+    mutant, speaks, other = speaking_of_hysteresis()
+    fails = replace(speaks, passed=False)
+    elsewhere = replace(speaks, reached=[8])
+    # it may have found ready what the other law of its file has computed
+    of_file = replace(other, law=f"{other.law}_too", reached=[])
+    assert chosen_laws(ROOT, 7, mutant, [fails, other], 60) == ([other.law], True)
+    assert chosen_laws(ROOT, 7, mutant, [elsewhere], 60) == ([], True)
+    assert chosen_laws(ROOT, 7, mutant, [of_file, other], 60) == ([other.law, of_file.law], True)
+
+
+@pytest.mark.slow
+def test_a_switch_is_reached_also_by_a_law_that_replaces_the_environment(tmp_path: Path) -> None:
+    program = (
+        "import os\nfrom tests.mutants import switch\nswitch.choose(-1)\nos.environ = {}\n"
+        "assert not switch.on(3)\n"
+    )
+    environment = {**os.environ, switch.FOLDER: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert (tmp_path / switch.REACHED).read_text() == "3\n"
 
 
 def test_laws_that_are_named_like_a_module_come_first() -> None:
@@ -171,11 +260,14 @@ def test_what_has_a_verdict_is_not_tried_again(
 ) -> None:
     asked = []
 
-    def tried(self: Trials, mutant: object) -> object:
-        asked.append(str(mutant))
-        return Verdict(KILLED, "a law", crashed=True)
+    def tried(
+        tree: Path, mutants: object, untried: Sequence[int], arguments: object, tell: Tell
+    ) -> None:
+        for number in untried:
+            asked.append(number)
+            tell(number, Verdict(KILLED, "a law", crashed=True))
 
-    monkeypatch.setattr(Trials, "tried", tried)
+    monkeypatch.setattr("tests.mutants.__main__._try", tried)
     words = ["3", "0", "--folders", "goods", "--results", str(tmp_path / "results.jsonl")]
     assert main(words, shop) == 0
     assert len(asked) == 3

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.mutants.changes import Mutant
-from tests.mutants.equivalent import reason_of
 from tests.mutants.laws import laws_of
 
 KILLED = "killed"
@@ -96,9 +96,6 @@ class Trials:
 
     def tried(self, mutant: Mutant) -> Verdict:
         """Return what the laws say about a mutant. The tree is afterwards as it was."""
-        reason = reason_of(mutant, self.tree)
-        if reason:
-            return Verdict(EQUIVALENT, reason)
         used = 0.0
         for laws in laws_of(self.tree, mutant.path):
             left_out: list[str] = []
@@ -165,7 +162,7 @@ class Trials:
                 try:
                     used, ended, hangs = _watch(process, seconds)
                 finally:
-                    _end(process)
+                    end(process)
             return _Run(first_failure(report) if ended else None, used, ended, hangs)
 
 
@@ -234,7 +231,7 @@ def processor_seconds(session: int) -> float:
     return ticks / CLOCK
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end(process: "subprocess.Popen[Any]") -> None:
     """End pytest and what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

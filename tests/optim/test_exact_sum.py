@@ -98,3 +98,10 @@ def test_the_sums_of_very_many_ranks_are_exact() -> None:
     small.add(torch.tensor([1.0 + 2.0**-52, -(2.0**-1074)], dtype=torch.float64))
     # the rest is less than half of the last place
     assert total(small.numbers() * 2**20) == 2**20 * (1.0 + 2.0**-52)
+
+
+def test_a_gpu_adds_256_blocks_of_a_cpu_at_a_time() -> None:
+    on_cpu = ExactSum(torch.device("cpu"))
+    on_gpu = ExactSum(torch.device("meta"))  # which stands for one
+    assert (on_cpu.length, on_gpu.length) == (1 << 15, 1 << 23)
+    assert ExactSum(torch.device("meta"), length=7).length == 7

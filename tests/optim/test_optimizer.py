@@ -391,3 +391,17 @@ def reduce_by_step(mesh: DeviceMesh) -> None:
                 optimizer.reduce()
         reports.append(optimizer.step(LR, loss.detach()))
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize(("checks", "compared"), [(True, [1, 2, 4, 8]), (False, [])])
+def test_ranks_of_a_loop_are_compared_ever_more_rarely_and_those_of_an_engine_never(
+    checks: bool, compared: list[int]
+) -> None:
+    _, optimizer = adopted()
+    optimizer.checks_loop = checks
+    found: list[int] = []
+    optimizer._compare_ranks = lambda loss: found.append(optimizer._num_attempted)
+    for _ in range(9):
+        declare(optimizer)
+        optimizer.step(0.1)
+    assert found == compared

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.update_rules import SGD, AdamW
-from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.flat_buffer import Buffer, GradReduction
 from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, plan
 from tests.given import declare
 from tests.layouts import Run, train_all
@@ -25,6 +26,7 @@ from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks
 from tests.refusals import raises
 
+CPU = torch.device("cpu")
 SCALE = LossScaling("constant", 1024.0)
 SCALED = {"scaling": SCALE}
 NONE = {"masters": "none", "rounding": "stochastic"}
@@ -332,6 +334,44 @@ def test_a_sum_that_overflows_on_its_way_is_skipped() -> None:
             assert mine.isfinite().all()
             assert whole.isinf().sum() == (128 if reduce == "fp16" else 0)
             assert outcome == ("skipped_overflow" if reduce == "fp16" else "applied")
+
+
+def reduced(
+    made: PrecisionPlan, dp: Axis, shards: Axis, grad: Tensor
+) -> tuple[list[tuple[torch.dtype, bool]], Tensor]:
+    """What a buffer sends over dp, as dtype and whether each rank needs its own chunk alone, and the
+    gradients of its slice afterwards. Nothing is summed."""
+    sent: list[tuple[torch.dtype, bool]] = []
+
+    def start_sum(axis: Axis, gradients: Tensor, only_local: bool) -> Callable[[], object]:
+        sent.append((gradients.dtype, only_local))
+        return lambda: None
+
+    model = nn.Linear(8, 8, bias=False)
+    attach_whole(model)
+    reduction = GradReduction(start_sum=start_sum)
+    buffer = Buffer([model.get_parameter("weight")], made, dp, shards, 0, CPU, reduction=reduction)
+    buffer.grads.copy_(grad)
+    buffer.start_reduce()()
+    return sent, buffer.local_grads
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_gradients_are_scattered_if_each_rank_has_a_slice_of_its_own(
+    ranks: int, shards: int
+) -> None:
+    grad = torch.zeros(8 * 8 + 64 * (ranks - 1))
+    sent, _ = reduced(plan("fp32"), Axis("dp", 0, ranks), Axis("zero", 0, shards), grad)
+    assert sent == [(torch.float32, ranks == shards)]
+
+
+def test_gradients_that_do_not_travel_are_not_rounded_to_the_dtype_of_travel() -> None:
+    grad = torch.linspace(0.1, 0.9, 64)
+    assert not torch.equal(grad.bfloat16().float(), grad)
+    made = plan("bf16", gradients="fp32", reduce="bf16")
+    sent, left = reduced(made, Axis("dp"), Axis("zero"), grad)
+    assert sent == [(torch.float32, True)]
+    assert torch.equal(left, grad)
 
 
 def kept_fp32_travels(mesh: DeviceMesh) -> dict[torch.dtype, list[torch.dtype]]:

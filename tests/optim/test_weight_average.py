@@ -16,7 +16,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, load_weights, save
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.state.weight_average import averaged_tiles
+from megaprec.optim.state.weight_average import averaged_tiles, run_length
 from megaprec.precision.plan import plan
 from tests.logical import (
     INF,
@@ -296,6 +296,10 @@ def test_a_weight_that_does_not_change_is_its_own_average_to_the_last_bit() -> N
         take_step(model, optimizer)
     with optimizer.averaged_weights():
         assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_gpu_averages_64_times_as_many_elements_at_a_time_as_a_core_has_cache_for() -> None:
+    assert (run_length("cpu"), run_length("cuda")) == (1 << 18, 1 << 24)
 
 
 def test_a_frozen_parameter_needs_no_average() -> None:

@@ -85,6 +85,18 @@ def test_few_steps_tell_nothing_yet_and_all_ranks_as_slow_as_another_are_not_str
     assert windows([0] * 4, dict.fromkeys(range(4), 5.0), dict.fromkeys(range(4), 5.0)) == [[], []]
 
 
+def test_ranks_are_compared_once_each_has_steps_enough() -> None:
+    compared = Stragglers([0, 0])
+    assert compared.compare(10, {0: PaceOfWork(10.0, 10), 1: PaceOfWork(0.0, 0)}) == []
+    even = PaceOfWork(20.0, 20)
+    slow = PaceOfWork(40.0, 20)
+    slower = PaceOfWork(80.0, 40)
+    assert compared.compare(20, {0: even, 1: slow}) == []
+    found = compared.compare(40, {0: PaceOfWork(40.0, 40), 1: slower})
+    # the window that was too short is part of the next
+    assert [(one.rank, one.since) for one in found] == [(1, 1)]
+
+
 class Clock:
     """In place of the module time, of which the test is the hands."""
 

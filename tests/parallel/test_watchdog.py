@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from threading import Event, Timer
 
 import pytest
 import torch
@@ -239,6 +240,37 @@ def test_a_step_may_take_the_timeout_longer_than_the_slowest_and_other_phases_te
     position.enter(Phase.STEP)
     position.slowest = 1e9  # a machine that was suspended
     assert dog.limit() == 660
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(0.5, 0.1), (5.0, 0.5), (20.0, 2.0), (60.0, 2.0)])
+def test_a_heart_beats_ten_times_in_a_timeout_and_neither_all_the_time_nor_rarely(
+    timeout: float, seconds: float
+) -> None:
+    dog = Watchdog(dist.HashStore(), 0, 1, Position(), timeout, unused)
+    assert dog.every == pytest.approx(seconds)
+
+
+def test_a_rank_that_is_alone_has_no_heartbeat() -> None:
+    alone = dist.HashStore()
+    dog = Watchdog(alone, 0, 1, Position(), TIMEOUT, unused)
+    assert dog.first_beat is None
+    assert alone.num_keys() == 0
+
+
+def test_a_watchdog_that_has_been_stopped_looks_no_more() -> None:
+    dog = Watchdog(dist.HashStore(), 0, 1, Position(), TIMEOUT, unused)
+    looks, may_end = Event(), Event()
+
+    def look() -> None:
+        looks.set()
+        may_end.wait()
+
+    dog._look = look
+    dog.start()
+    looks.wait()
+    Timer(0.2, may_end.set).start()
+    dog.stop()
+    assert not dog._thread.is_alive()
 
 
 @pytest.mark.parametrize("timeout", [0.5, 60.0, 7200.0])

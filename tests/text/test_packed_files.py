@@ -1,6 +1,7 @@
 """Zstd and Parquet: the same documents as plain JSON lines, and one line that names file and place
 if they are bad."""
 
+import io
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ from megaprec.text.build import build
 from megaprec.text.readers import TextOptions
 from megaprec.text.sources import open_source
 from megaprec.text.tokenizer import load_tokenizer
+from megaprec.tokens.bounds import Packed
 from tests.refusals import raises, sentence
 from tests.text.test_text import documents
 from tests.text.test_tokenizer import hugging_face
@@ -200,3 +202,13 @@ def test_without_the_package_the_message_names_the_extra(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=sentence("data.pyarrow_missing", file=name)):
         open_source(str(tmp_path / name))
+
+
+def test_four_mib_from_which_nothing_comes_are_read_and_no_byte_more() -> None:
+    file = Path("padding.gz")
+    packed = Packed(file, io.BytesIO(bytes(2**23)))  # type: ignore[arg-type]
+    assert len(packed.read(2**22)) == 2**22
+    packed.has_become_some()
+    assert len(packed.read(2**22)) == 2**22
+    with raises("data.packed_nothing", file=file, size=2**22):
+        Packed(file, io.BytesIO(bytes(2**23))).read(2**22 + 1)  # type: ignore[arg-type]

@@ -176,3 +176,22 @@ def test_phases_with_long_patterns_are_refused() -> None:
     many = tuple((begin * 1000, 0.1 + begin % 2) for begin in range(12))
     with raises("data.blend_phases_too_fine"):
         BlendPhases((many, ((0, 1.0),)), linear=True).require_short_patterns()
+
+
+def test_a_phase_without_any_weight_is_found_where_it_begins_also_the_first() -> None:
+    def empty(*points: tuple[tuple[int, float], ...]) -> int | None:
+        return BlendPhases(points).empty_phase()
+
+    assert empty(((0, 1.0),), ((0, 0.0),)) is None
+    assert empty(((0, 0.0), (5, 1.0)), ((0, 0.0), (7, 1.0))) == 0
+    assert empty(((0, 1.0), (5, 0.0), (9, 1.0)), ((0, 0.0), (9, 1.0))) == 5
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("begin", [0, 3, 5, 9, 20])
+def test_stretches_go_on_from_each_other_and_none_is_empty(linear: bool, begin: int) -> None:
+    points = (((0, 0.2), (5, 0.9), (9, 0.4)), ((0, 1.0),))
+    stretches = BlendPhases(points, linear).stretches(begin)
+    begins = [stretch.begin for stretch in stretches]
+    assert begins[0] == begin
+    assert begins == sorted(set(begins))

@@ -2,7 +2,9 @@
 ones, and a run with compiled code trains what one without does."""
 
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,6 +24,7 @@ from parallel.leaves import PLAIN, LeafCall, Leaves
 from tests.ranks import run_ranks
 from tests.runs import steps, train, write_run
 from tools.config.run_file import RunConfig, load_run
+from tools.parts import optional_parts
 from tools.training import compiling
 from tools.training.compiling import compile_leaves, leaf_calls, try_calls
 
@@ -271,3 +274,26 @@ def test_a_resume_with_other_compiled_leaves_is_not_called_bit_for_bit(
         "changed    compiled code: dropout, dropout gradient, loss gradient, loss sums, losses,"
     )
     assert line.endswith("(not bit for bit)")
+
+
+def test_what_ran_uncompiled_is_told_after_the_first_step_of_each_run_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one_leaf(*given: object) -> Leaves:
+        """A name of a compiled leaf, which no call has the form of."""
+        return Leaves(names="swiglu", misses=Counter(swiglu=3))
+
+    def told(leaves: Leaves, *given: object) -> list[str]:
+        assert leaves.misses["swiglu"] == 0, "of other passes than steps"
+        return ["it ran uncompiled"]
+
+    monkeypatch.setattr(optional_parts, "compile_leaves", one_leaf)
+    monkeypatch.setattr(optional_parts, "missed_lines", told)
+    file = write_run(tmp_path)
+    assert train(file, "train.compile=leaves", "train.steps=2") == 0
+    assert train(file, "train.compile=leaves", "train.steps=4") == 0
+    said = capsys.readouterr().out.splitlines()
+    places = [number for number, line in enumerate(said) if "it ran uncompiled" in line]
+    first_steps = [number for number, line in enumerate(said) if re.match(r" *step +[13]\b", line)]
+    assert len(places) == 2
+    assert places == [number - 1 for number in first_steps], said

@@ -10,7 +10,8 @@ import pytest
 from tests.runs import train, write_run
 from tools.config.run_file import load_run
 from tools.training.corpus import Corpus, open_corpus
-from tools.training.prepare import prepare
+from tools.training.hangs import EARLIER, FOLDER
+from tools.training.prepare import _require_trackers, prepare
 from tools.training.run_warnings import run_warnings
 
 
@@ -46,6 +47,30 @@ def test_keys_that_are_surely_not_meant_are_named(
     found = [*run_warnings(load_run(run_file, overrides), corpus, 1, "cpu")]
     assert len(found) == (begins is not None)
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
+
+
+NVFP4 = ["fp8.kind=nvfp4", "precision.compute=bf16"]
+DELAYED = ["fp8.kind=delayed", "precision.compute=bf16", "train.steps=6"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "said"),
+    [
+        (NVFP4, "fp8.kind = nvfp4 in all layers", True),
+        ([*NVFP4, "fp8.first_layers=1"], "fp8.kind = nvfp4 in all layers", False),
+        ([*NVFP4, "fp8.last_layers=1"], "fp8.kind = nvfp4 in all layers", False),
+        ([*NVFP4, 'fp8.wide=["*.down.weight"]'], "fp8.kind = nvfp4 in all layers", False),
+        (["fp8.kind=delayed", "precision.compute=bf16"], "fp8.kind = nvfp4 in all layers", False),
+        ([*DELAYED, "fp8.calibrate=6"], "fp8.calibrate = 6 steps are the whole run", True),
+        ([*DELAYED, "fp8.calibrate=5"], "fp8.calibrate", False),
+    ],
+    ids=str,
+)
+def test_each_setting_of_fp8_alone_is_named_or_takes_its_warning_away(
+    overrides: list[str], words: str, said: bool, run_file: Path, corpus: Corpus
+) -> None:
+    found = [*run_warnings(load_run(run_file, overrides), corpus, 1, "cpu")]
+    assert any(line.startswith(words) for line in found) == said
 
 
 def test_every_warning_is_printed_before_the_run_begins(
@@ -240,3 +265,38 @@ def test_a_run_of_which_no_step_was_applied_ends_with_code_3_and_keeps_its_state
     assert "all 2 steps were skipped and nothing was learned: " in said.err
     assert "Traceback" not in said.err
     assert (tmp_path / "checkpoints" / "step_00000002").is_dir()
+
+
+def test_trackers_are_required_if_a_run_names_some(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required: list[object] = []
+    monkeypatch.setattr("tools.training.prepare.optional_parts.require_trackers", required.append)
+    _require_trackers(load_run(run_file))
+    assert required == []
+    _require_trackers(load_run(run_file, ['log.to=["tensorboard"]']))
+    assert [list(names) for names in required] == [["tensorboard"]]  # type: ignore[call-overload]
+
+
+def test_records_of_the_end_before_are_put_aside_before_a_run_begins(
+    run_file: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / FOLDER).mkdir(parents=True)
+    (run / FOLDER / "rank").write_text("of the run before")
+    with ExitStack() as locks:
+        prepare(load_run(run_file, [f"train.folder={run}"]), locks)
+    assert not (run / FOLDER).exists()
+    assert (run / EARLIER / "rank").read_text() == "of the run before"
+
+
+@pytest.mark.parametrize(("asked", "threads"), [(3, 3), (0, 7)])
+def test_a_rank_takes_the_threads_that_are_asked_for_or_its_share_of_the_cores(
+    asked: int, threads: int, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.training.rank.share_of_cores", lambda ranks: 7 * ranks)
+    taken: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    words = [f"train.folder={tmp_path}/run", f"train.threads={asked}", "train.steps=1"]
+    assert train(run_file, *words) == 0
+    assert taken[0] == threads

@@ -3,6 +3,7 @@ when there are too many."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.refusals import shows
 from tests.runs import checkpoint, edit_index, steps, tensors, train, train_on, write_run
 from tests.spikes import BATCH, copied, garbage, write_spiky_run
 from tools.journal.records import read_events
+from tools.training.trainer import Trainer
 
 SAVED = 40
 SKIPPED = [44, 49, 50, 51]
@@ -184,3 +186,21 @@ def test_too_many_spikes_in_a_row_stop_the_run_which_goes_on_when_they_are_noted
     assert train(spiky, *keys, "train.on_spike=note", "train.steps=54") == 0
     assert outcomes(folder)[54] == "applied"
     assert len(steps(folder)) * BATCH == 54 * BATCH
+
+
+@pytest.mark.parametrize("on_spike", ["skip", "warn"])
+@pytest.mark.parametrize("spikes", [True, False])
+@pytest.mark.parametrize("scales", [True, False])
+def test_spikes_end_a_run_that_skips_them_and_a_hopeless_loss_scale_any(
+    on_spike: str, spikes: bool, scales: bool
+) -> None:
+    run: Any = SimpleNamespace(
+        _nonfinite_step=None,
+        config=SimpleNamespace(train=SimpleNamespace(on_spike=on_spike)),
+        spike_monitor=SimpleNamespace(hopeless=spikes, advice=lambda: "of spikes"),
+        monitor=SimpleNamespace(hopeless=scales, advice=lambda: "of scales"),
+    )
+    wanted = "of scales" if scales else ""
+    if on_spike == "skip" and spikes:
+        wanted = "of spikes"
+    assert Trainer._describe_divergence(run) == wanted

@@ -106,8 +106,7 @@ def _of_targets(share: Share) -> tuple[float, float]:
         weights = share.mask.double()
     weights = weights / weights.sum()
     _, places = share.targets.unique(return_inverse=True)
-    frequencies = torch.zeros(int(places.max()) + 1, dtype=torch.float64)
-    frequencies.index_add_(0, places.flatten(), weights.flatten())
+    frequencies = places.flatten().bincount(weights.flatten())
     repeated = weights[share.tokens == share.targets].sum()
     return frequencies.square().sum().item(), repeated.item()
 

@@ -386,3 +386,7 @@ def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anythi
     assert shows(many, "pipeline.too_many_microbatches", count=100_000)
     (long,) = schedule_problems("1f1b", 640, 1024)
     assert shows(long, "pipeline.too_many_passes", passes=655_360)
+    assert schedule_problems("1f1b", 1, 16_384) == []
+    assert len(schedule_problems("1f1b", 1, 16_385)) == 1
+    (one_more,) = schedule_problems("1f1b", 64, 1025)
+    assert shows(one_more, "pipeline.too_many_passes", limit=65_536)

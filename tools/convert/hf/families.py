@@ -104,12 +104,16 @@ def _gelu(key: str) -> Entry:
     return Entry(read, lambda model: {key: "gelu" if model.mlp == "gelu_exact" else "gelu_new"})
 
 
+def _read_kv_heads(config: ConfigKeys) -> Fields:
+    kv_heads = config["num_key_value_heads"]
+    return {"kv_heads": config["num_attention_heads"] if kv_heads is None else kv_heads}
+
+
 def _read_heads(config: ConfigKeys) -> Fields:
     heads = config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"]
     head_dim = config["head_dim"]
     return {
-        "kv_heads": heads if kv_heads is None else kv_heads,
+        **_read_kv_heads(config),
         "head_dim": config["hidden_size"] // heads if head_dim is None else head_dim,
     }
 
@@ -1930,7 +1934,7 @@ FAMILIES: dict[str, Family] = {
         },
         entries=(
             *_ROTARY,
-            same("num_key_value_heads", "kv_heads"),
+            Entry(_read_kv_heads, lambda model: {"num_key_value_heads": model.kv_heads}),
             Entry(_require_heads_of_hidden),
             _WIDTH,
             same("layer_norm_eps", "norm_eps"),

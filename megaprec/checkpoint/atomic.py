@@ -191,7 +191,7 @@ def require_room(folder: Path) -> None:
     """Raise UserError if a save into `folder` would fail: no write permission, or another file has
     a hidden name. At a URL an object is written and removed for it."""
     if is_remote(folder):
-        object_store.require_saved_to(folder)
+        object_store.require_saved_to(str(folder))
         try:
             object_store.require_writable(folder)
         except PlaceError as error:

@@ -38,24 +38,24 @@ MOST_SHOWN = 300  # characters of what a library says
 Answer = TypeVar("Answer")
 
 
-def require_saved_to(folder: Path) -> None:
+def require_saved_to(url: str) -> None:
     """Raise UserError for a kind of URL to which no checkpoint is saved."""
-    kind = _kind(folder)
+    kind = _kind(url)
     # its file system in huggingface_hub commits each file as it is closed, and has no transactions
     if kind == HUB:
-        raise UserError.of("checkpoint.url_is_hub", url=folder, kinds=_in_words(SAVED_TO))
+        raise UserError.of("checkpoint.url_is_hub", url=url, kinds=_in_words(SAVED_TO))
     if kind not in SAVED_TO:
-        raise UserError.of("checkpoint.url_not_saved_to", url=folder, kinds=_in_words(SAVED_TO))
+        raise UserError.of("checkpoint.url_not_saved_to", url=url, kinds=_in_words(SAVED_TO))
 
 
 def require_read_from(folder: Path) -> None:
     """Raise UserError for a kind of URL from which no checkpoint is read."""
-    if _kind(folder) not in READ_FROM:
+    if _kind(str(folder)) not in READ_FROM:
         raise UserError.of("checkpoint.url_not_read", url=folder, kinds=_in_words(READ_FROM))
 
 
-def _kind(url: Path) -> str:
-    return str(url).partition("://")[0].lower()
+def _kind(url: str) -> str:
+    return url.partition("://")[0].lower()
 
 
 def _in_words(kinds: Iterable[str]) -> str:

@@ -177,6 +177,18 @@ def test_a_place_to_which_nothing_can_be_saved_is_refused_before_the_run(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("place", ["hf://someone/model", "ftp://localhost/run"])
+def test_a_kind_of_url_to_which_nothing_is_saved_is_refused_before_its_server_is_asked(
+    place: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(object_store, "file_system", asked.append)
+    assert train(file, *KEYS, f"checkpoint.folder={place}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{place}: no checkpoint is saved to")
+    assert not asked
+
+
 @pytest.mark.slow
 def test_a_bucket_that_is_full_in_the_middle_costs_a_warning_and_at_the_end_the_exit_code(
     file: Path, url: str, conduct: Conduct, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from megaprec.checkpoint.object_store import require_saved_to
 from megaprec.errors import Problem
+from megaprec.tokens.places import is_url
 from models.config import ModelConfig
 from tools.config.rules.checking import problems_of
 from tools.config.rules.derived import blend_phases
@@ -105,6 +107,13 @@ def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterat
         yield Problem.of("config.keep_best_never_evaluated", name=value)
 
 
+def _checkpoint_place(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a problem for a kind of URL to which no checkpoint is saved, before its server is
+    asked for one."""
+    if is_url(checkpoint.folder):
+        yield from problems_of(require_saved_to, checkpoint.folder)
+
+
 def _is_name(text: str) -> bool:
     """Return True if a text may become part of keys in metrics.jsonl and of tags of trackers."""
     return bool(re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}", text))
@@ -164,6 +173,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _blend_names,
     _validation_names,
     _best_checkpoint,
+    _checkpoint_place,
     _lm_eval_keys,
     _lm_eval_steps,
     _lm_eval_family,

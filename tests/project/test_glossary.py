@@ -85,7 +85,9 @@ def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowin
     of_sources = {"loss/NAME", "share/NAME", "tokens/NAME"}
     # needs train.batch_schedule and train.seq_schedule; tests of these see them written
     of_schedules = {"global_batch", "seq_length"}
-    others = {tasks, *of_experts, *of_sources, *of_schedules, spike, invariant}
+    # needs data.pack; tests/training/test_packed_runs.py sees it written
+    padding = "padding"
+    others = {tasks, *of_experts, *of_sources, *of_schedules, spike, invariant, padding}
     assert sorted(explained("metrics.jsonl")) == sorted(written | others)
 
 

@@ -458,7 +458,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm": {
         "model_type": "glm",
         **_LLAMA,
-        "head_dim": 8,
+        "head_dim": 16,
         "partial_rotary_factor": 0.25,
     },
     "ministral": {
@@ -488,6 +488,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-3,
         "hidden_size": 32,
         "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
     },
     "jais2": {
         "model_type": "jais2",

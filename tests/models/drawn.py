@@ -111,7 +111,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "max_positions": 16,
         "experts": dice.choice((0, 4, 6)),
     }
-    if family in ("gpt_neox", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5"):
+    if family in ("gpt_neox", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5"):
         table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
     offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
     has_latents = family.startswith("deepseek") or family == "kimi_linear"

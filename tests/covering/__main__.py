@@ -18,11 +18,11 @@ import tests.ranks
 from tests.covering import precisions
 from tests.covering.array import Array, Combination, Row, combinations_of
 from tests.covering.equal_rows import equal_rows, keep_equal_row
-from tests.covering.options import DEFAULT, NEEDED
+from tests.covering.options import CHEAP_RANKS, DEFAULT, NEEDED
 from tests.covering.trial import (
     Outcome,
     command_of,
-    is_cheap,
+    ranks_of,
     refusal,
     tried,
     values_of_options,
@@ -100,9 +100,9 @@ def main() -> int:
     # forms are compiled for each shape: pairs with them, and triples of all else
     uncompiled = {option: values for option, values in options.items() if option != COMPILE}
     triples = _having(arguments.having, combinations_of(uncompiled, 3))
-    array = Array(uncompiled, triples, takes, is_cheap, arguments.seed, NEEDED)
+    array = Array(uncompiled, triples, takes, ranks_of, CHEAP_RANKS, arguments.seed, NEEDED)
     pairs = combinations_of(options, 2, COMPILE)
-    compiled = Array(options, pairs, takes, is_cheap, arguments.seed, NEEDED)
+    compiled = Array(options, pairs, takes, ranks_of, CHEAP_RANKS, arguments.seed, NEEDED)
     verdicts = Counter[str]()
     for row in equal_rows():
         array.count(row)
@@ -173,7 +173,7 @@ def _try_precisions(seed: int, kept: Path, end: float) -> int:
     def takes(row: Row) -> bool:
         return not precisions.refusal(row)
 
-    array = Array(options, pairs, takes, lambda row: True, seed)
+    array = Array(options, pairs, takes, lambda row: 1, 1, seed)
     verdicts = Counter[str]()
     for entry in _kept(kept):
         array.count(entry["row"])

@@ -6,14 +6,12 @@ for a combination that none has yet, with as many other new ones as can be.
 """
 
 import random
-from collections import defaultdict
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 Row = dict[str, str]
 Combination = tuple[tuple[str, str], ...]  # of an option and the name of its value
-TRIES = 12  # of rows around a combination, before it stands alone
-REFRESHED = 0.05
 
 
 def combinations_of(
@@ -33,10 +31,11 @@ class Array:
     options: names of values by option, the first of which is its default.
     wanted: the combinations, in the order of the options.
     takes: True for a row that is not refused.
-    is_cheap: True for a row that is not costly; others are made only of combinations that need one.
-    needed: values that a combination may need of other options, to be taken at all.
+    cost: of a row. cheap: what a row may cost; others are made only of combinations that need one.
+    needed: values that a combination may need of other options, some of them or all, to be taken at
+        all.
     left: combinations of which no row has been counted yet. refused: those that are refused with
-        all other options at their defaults, and with each of `needed`.
+        all other options at their defaults, and with any of `needed`.
     """
 
     def __init__(
@@ -44,22 +43,25 @@ class Array:
         options: Mapping[str, Sequence[str]],
         wanted: Iterable[Combination],
         takes: Callable[[Row], bool],
-        is_cheap: Callable[[Row], bool],
+        cost: Callable[[Row], int],
+        cheap: int,
         seed: int,
         needed: Sequence[Row] = (),
     ) -> None:
         self.options = options
-        self.needed = ({}, *needed)
         self.takes = takes
-        self.is_cheap = is_cheap
+        self.cost = cost
+        self.cheap = cheap
         self.left = set(wanted)
         self.number = len(self.left)
         self.refused: set[Combination] = set()
+        self._strengths = {len(combination) for combination in self.left}
         self._dice = random.Random(seed)
-        self._having = defaultdict[tuple[str, str], list[Combination]](list)
-        for combination in sorted(self.left):
-            for entry in combination:
-                self._having[entry].append(combination)
+        # rows that a combination is put into, nearest to the defaults first
+        sizes = range(len(needed) + 1)
+        some = chain.from_iterable(combinations(needed, size) for size in sizes)
+        defaults = {option: values[0] for option, values in options.items()}
+        self._starts = [defaults | dict(ChainMap(*changes)) for changes in some]
 
     def rows(self) -> Iterator[Row]:
         """Yield rows until each combination has been in one that was counted, or is refused. A row
@@ -79,52 +81,54 @@ class Array:
 
     def count(self, row: Row) -> None:
         """Take note of a row that has been tried."""
-        entries = set(row.items())
-        for entry in entries:
-            seen = [one for one in self._having[entry] if entries.issuperset(one)]
-            self.left.difference_update(seen)
+        entries = [(option, row[option]) for option in self.options]
+        for strength in self._strengths:
+            self.left.difference_update(combinations(entries, strength))
 
     def _row_with(self, combination: Combination) -> Row | None:
         """A row that is taken and has the combination; None if there is none even with defaults."""
-        for share in _shares():
-            row = self._greedy(combination, share)
-            if self.is_cheap(row) and self.takes(row):
-                return row
-        defaults = {option: values[0] for option, values in self.options.items()}
-        for others in self.needed:
-            alone = defaults | others | dict(combination)
+        for start in self._starts:
+            alone = start | dict(combination)
             if self.takes(alone):
-                return alone
+                return self._grown(alone, dict(combination))
         return None
 
-    def _greedy(self, combination: Combination, share: float) -> Row:
-        """A row with the combination, of whose other options a share has values with many new
-        combinations, and the others have their defaults."""
-        fixed = dict(combination)
-        others = [option for option in self.options if option not in fixed]
+    def _grown(self, row: Row, given: Row) -> Row:
+        """A row like one that is taken, but for options that are not `given`: each has the value
+        with the most new combinations with those decided before that is not refused."""
+        most = max(self.cheap, self.cost(row))
+        row = dict(row)
+        decided = dict(given)
+        others = [option for option in self.options if option not in decided]
         self._dice.shuffle(others)
         for option in others:
             values = list(self.options[option])
-            if self._dice.random() >= share:
-                fixed[option] = values[0]
-                continue
             self._dice.shuffle(values)
-            gains = {value: self._gain(fixed, (option, value)) for value in values}
-            fixed[option] = max(values, key=gains.__getitem__)
-        return {option: fixed[option] for option in self.options}
+            gains = {value: self._gain(decided, (option, value)) for value in values}
+            values.sort(key=gains.__getitem__, reverse=True)
+            changed = ({**row, option: value} for value in values)
+            taken = (
+                one for one in changed if one == row or (self.cost(one) <= most and self.takes(one))
+            )
+            row = next(taken)
+            decided[option] = row[option]
+        return row
 
     def _gain(self, fixed: Row, entry: tuple[str, str]) -> int:
         """How many new combinations an entry has with those that are fixed."""
-        entries = {*fixed.items(), entry}
-        # those that were seen are taken out of the list now and then
-        wanted = self._having[entry]
-        if self._dice.random() < REFRESHED:
-            wanted = self._having[entry] = [one for one in wanted if one in self.left]
-        return sum(entries.issuperset(one) and one in self.left for one in wanted)
-
-
-def _shares() -> Iterator[float]:
-    """The shares of options that have other values than their defaults, in one try after the
-    other."""
-    for number in range(TRIES):
-        yield 1 - number / TRIES
+        option, _ = entry
+        before, after = list[tuple[str, str]](), list[tuple[str, str]]()
+        side = before
+        for name in self.options:
+            if name == option:
+                side = after
+            elif name in fixed:
+                side.append((name, fixed[name]))
+        gain = 0
+        for strength in self._strengths:
+            for number in range(strength):
+                # a combination has its options in their order
+                first = combinations(before, number)
+                last = list(combinations(after, strength - 1 - number))
+                gain += sum((*one, entry, *other) in self.left for one in first for other in last)
+        return gain

@@ -15,12 +15,12 @@ from parallel.pipeline.kinds import KINDS
 from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
 from tests.covering.equal_rows import equal_rows, keep_equal_row
-from tests.covering.options import DEFAULT, FAMILIES, OPTIONS
+from tests.covering.options import CHEAP_RANKS, DEFAULT, FAMILIES, OPTIONS
 from tests.covering.trial import (
     STEPS,
     Together,
     config_of,
-    is_cheap,
+    ranks_of,
     refusal,
     tried,
     values_of_options,
@@ -37,6 +37,11 @@ from tools.verify.parity.record import Record
 SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
 ROWS = 20  # of a day
 PRECISIONS = 6
+
+
+def free(row: Row) -> int:
+    """What each row costs."""
+    return 0
 
 
 def taken(row: Row) -> bool:
@@ -65,7 +70,7 @@ def seen_anywhere() -> set[tuple[tuple[str, str], ...]]:
 
 
 def test_each_triple_is_in_a_row_or_is_refused_by_a_rule() -> None:
-    array = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    array = Array(SMALL, combinations_of(SMALL, 3), taken, free, 0, seed=1)
     rows = list(counted_rows(array))
     assert all(map(taken, rows))
     assert not array.left
@@ -80,29 +85,27 @@ def test_each_triple_is_in_a_row_or_is_refused_by_a_rule() -> None:
 
 
 def test_costly_rows_are_made_of_nothing_else_than_what_needs_them() -> None:
-    def cheap(row: Row) -> bool:
-        return [*row.values()].count("2") < 3
+    def cost(row: Row) -> int:
+        return [*row.values()].count("2")
 
-    array = Array(SMALL, combinations_of(SMALL, 3), lambda row: True, cheap, seed=1)
-    costly = [row for row in counted_rows(array) if not cheap(row)]
-    assert costly
-    for row in costly:
-        assert [*row.values()].count("2") == 3
+    array = Array(SMALL, combinations_of(SMALL, 3), lambda row: True, cost, 2, seed=1)
+    costs = {cost(row) for row in counted_rows(array)}
+    assert max(costs) == 3
 
 
 def test_what_has_been_tried_is_not_tried_again() -> None:
-    first = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    first = Array(SMALL, combinations_of(SMALL, 3), taken, free, 0, seed=1)
     rows = list(islice(counted_rows(first), 5))
-    again = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    again = Array(SMALL, combinations_of(SMALL, 3), taken, free, 0, seed=1)
     for row in rows:
         again.count(row)
     assert all(row not in rows for row in counted_rows(again))
 
 
 def test_a_row_that_was_wrong_is_tried_again() -> None:
-    first = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    first = Array(SMALL, combinations_of(SMALL, 3), taken, free, 0, seed=1)
     wrong = next(first.rows())
-    again = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    again = Array(SMALL, combinations_of(SMALL, 3), taken, free, 0, seed=1)
     assert next(again.rows()) == wrong
 
 
@@ -128,7 +131,7 @@ def test_a_combination_that_needs_another_value_is_tried_with_it() -> None:
 
     wanted = [(("a", "2"), ("b", "2"))]
     needed = [{"d": "3"}]
-    array = Array(SMALL, wanted, takes, lambda row: False, 1, needed)
+    array = Array(SMALL, wanted, takes, free, 0, 1, needed)
     assert [row["d"] for row in array.rows()] == ["3"]
 
 
@@ -162,7 +165,7 @@ def test_a_row_of_the_day_trains_what_the_oracle_trains(number: int, tmp_path: P
     seed = datetime.now(UTC).toordinal() * ROWS + number
     options = {name: values for name, values in values_of_options().items() if name != "compile"}
     wanted = combinations_of(options, 3)
-    array = Array(options, wanted, lambda row: not refusal(row), is_cheap, seed)
+    array = Array(options, wanted, lambda row: not refusal(row), ranks_of, CHEAP_RANKS, seed)
     row = next(array.rows())
     outcome = tried(row, tmp_path)
     assert outcome.verdict == "equal", (outcome.why, row, config_of(row).model.family)
@@ -177,7 +180,7 @@ def test_a_row_of_the_day_in_mixed_precision_is_within_rounding_of_the_oracle(
     seed = datetime.now(UTC).toordinal() * PRECISIONS + number
     options = {name: list(values) for name, values in precisions.OPTIONS.items()}
     wanted = combinations_of(options, 2)
-    array = Array(options, wanted, lambda row: not precisions.refusal(row), lambda row: True, seed)
+    array = Array(options, wanted, lambda row: not precisions.refusal(row), free, 0, seed)
     row = next(array.rows())
     outcome = precisions.tried(row, tmp_path)
     assert outcome.verdict == "equal", (outcome.why, row)

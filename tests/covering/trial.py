@@ -7,7 +7,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from tests.covering.around import EVALUATION, obeyed, write_around
-from tests.covering.options import CHEAP_RANKS, OPTIONS, Row, words_of_row
+from tests.covering.options import OPTIONS, Row, words_of_row
 from tests.parity.campaign import forked
 from tools.commands import parity
 from tools.config.run_file import RunConfig, load_run
@@ -83,10 +83,10 @@ def names_around(row: Row) -> list[str]:
     return names if row["evaluation"] == "none" else [*names, EVALUATION]
 
 
-def is_cheap(row: Row) -> bool:
-    """Whether a row needs few ranks."""
+def ranks_of(row: Row) -> int:
+    """How many ranks a row needs."""
     axes = [row["tensor"], row["pipeline"], row["data"], "1" if row["context"] == "1" else "2"]
-    return 2 ** axes.count("2") <= CHEAP_RANKS
+    return 2 ** axes.count("2")
 
 
 def tried(row: Row, folder: Path, together: Together = forked) -> Outcome:

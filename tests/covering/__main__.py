@@ -109,7 +109,8 @@ def main() -> int:
         compiled.count(row)
         verdicts[EQUAL] += 1
     pools = Pools()
-    for row in chain(array.rows(), compiled.rows()):
+    for some_options in chain(array.rows(), compiled.rows()):
+        row = DEFAULT | some_options
         if time.monotonic() > end:
             print("the time is over: the same command goes on")
             break

@@ -1804,8 +1804,6 @@ FAMILIES: dict[str, Family] = {
         architecture="CohereForCausalLM",
         defaults=_COHERE_DEFAULTS | {"rope_theta": 500_000.0},
         entries=(*_COHERE, NO_WINDOW),
-        # which its class does not read
-        allowed={"model_max_length": (131072, 8192)},
         requires=_heads_fill_hidden,
     ),
     "glm4": Family(

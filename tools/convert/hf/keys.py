@@ -161,6 +161,8 @@ _REASONS = {
     "code of the folder's own is not run": "auto_map",
     "transformers writes it and reads layer_types": "_sliding_window_pattern",
     "all models here are decoders": "is_decoder",
+    # Kimi's class has it as another name of max_position_embeddings, which is read
+    "how long a text its tokenizer takes": "model_max_length",
 }
 # Keys that do not change what a model computes, and why.
 FREE: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}

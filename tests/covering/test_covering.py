@@ -1,10 +1,12 @@
 """A covering array has every combination that can be, and a sample of its rows trains what the
 oracle trains."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import islice, product
+from itertools import count, islice, product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.pipeline.kinds import KINDS
+from tests.covering import __main__ as campaign
 from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
 from tests.covering.equal_rows import equal_rows, keep_equal_row
 from tests.covering.options import CHEAP_RANKS, DEFAULT, FAMILIES, OPTIONS
 from tests.covering.trial import (
     STEPS,
+    Outcome,
     Together,
     config_of,
     ranks_of,
@@ -123,6 +127,23 @@ def test_rows_that_are_recorded_have_options_and_values_that_there_are() -> None
     for row in equal_rows():
         assert row.keys() == OPTIONS.keys()
         assert all(value in OPTIONS[option] for option, value in row.items())
+
+
+def test_the_campaign_keeps_rows_with_all_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[Row] = []
+    monkeypatch.setattr(campaign, "equal_rows", lambda: iter([DEFAULT]))
+    monkeypatch.setattr(campaign, "tried", lambda *_: Outcome("equal"))
+    monkeypatch.setattr(campaign, "keep_equal_row", kept.append)
+    # three rows, whatever time they take
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=count().__next__))
+    words = ["--minutes", "0.05", "--having", "clip=none", "--kept", "unused.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["covering", *words])
+    assert campaign.main() == 0
+    assert len(kept) == 3
+    assert all(row.keys() == OPTIONS.keys() for row in kept)
+    assert "seen" in capsys.readouterr().out
 
 
 def test_a_combination_that_needs_another_value_is_tried_with_it() -> None:

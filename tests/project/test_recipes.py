@@ -116,6 +116,22 @@ def test_a_text_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
     assert load_run(file).data.source == 'my "text"\\'
 
 
+@pytest.mark.parametrize(("source", "missing"), [("here.txt", False), ("not_here.txt", True)])
+def test_another_text_that_is_not_there_is_told(
+    source: str,
+    missing: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").write_text("some text")
+    assert main(["init", "--recipe", "shakespeare", source]) == 0
+    said = capsys.readouterr().out
+    assert ("no such file or folder" in said) == missing
+    assert "nanoGPT prints" not in said
+
+
 def test_another_text_of_characters_decides_the_vocabulary(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     assert main(["init", "--recipe", "shakespeare", "my.txt", "-o", str(file)]) == 0

@@ -5,9 +5,13 @@ The file is the recipe as it is, its comments too; a TEXT takes the place of its
 
 import argparse
 import re
+from glob import has_magic
+from pathlib import Path
 
 from megaprec.errors import UserError
+from megaprec.parsing import home_expanded
 from megaprec.text.readers import TextOptions
+from megaprec.tokens.places import STANDARD_LIBRARY, is_url
 from tools.commands.text_options import text_options
 from tools.console.toml import toml
 from tools.console.wrapped import say
@@ -40,7 +44,7 @@ def write_recipe(args: argparse.Namespace) -> int:
         content = _with_source(recipe, args.source)
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(content)
-    _print_notes(recipe)
+    _print_notes(recipe, args.source)
     print(f"written    {args.output}; next: {_next_command(recipe, args.output)}")
     return 0
 
@@ -57,12 +61,26 @@ def _with_source(recipe: Recipe, source: str) -> str:
     return content
 
 
-def _print_notes(recipe: Recipe) -> None:
-    """Print the title of a recipe and what it needs and reaches."""
+def _print_notes(recipe: Recipe, source: str | None) -> None:
+    """Print the title of a recipe and what it needs and reaches, and of another text where it is
+    not there yet."""
+    notes = dict(recipe.notes)
+    if source is not None:
+        is_there = "" if _may_be_there(source) else "; there is no such file or folder here yet"
+        notes["text"] = f"{source} in the place of the recipe's{is_there}"
+        # which its own text reaches
+        notes.pop("reaches", None)
     say(f"recipe     {recipe.title}")
     for name in ("text", "takes", "reaches"):
-        if name in recipe.notes:
-            say(f"{name:<11}{recipe.notes[name]}")
+        if name in notes:
+            say(f"{name:<11}{notes[name]}")
+
+
+def _may_be_there(source: str) -> bool:
+    """Return False if a source is a path of this machine where nothing is."""
+    if source == STANDARD_LIBRARY or is_url(source) or has_magic(source):
+        return True
+    return Path(home_expanded(source)).exists()
 
 
 def _next_command(recipe: Recipe, output: object) -> str:

@@ -32,7 +32,9 @@ from tools.verify.parity.ranks import RecordedRun
 
 COMPILE = "compile"
 EQUAL = "equal"  # a row whose combinations have been seen
-ROWS_OF_A_POOL = 40  # after which ranks are started anew
+# after which ranks are started anew: each row makes groups, and a thread of gloo for each wakes up a
+# hundred times a second as long as the rank lives
+ROWS_OF_A_POOL = 6
 
 
 class Pools:

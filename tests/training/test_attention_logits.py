@@ -69,6 +69,17 @@ def test_records_have_the_logits_of_all_layers_and_heads_the_same_in_each_layout
         assert flat(one) == pytest.approx(flat(other), rel=1e-5)
 
 
+def test_logits_of_evaluations_and_of_earlier_steps_do_not_count(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    keys = [LOGITS, "train.steps=4", "model.init_std=0.7", "lr.peak=1e-4"]
+    evaluated = ["train.eval_every=1", f"train.folder={tmp_path}/evaluated"]
+    records = steps(train_on(file, *keys, *evaluated))
+    assert logits(records) == logits(steps(train_on(file, *keys, f"train.folder={tmp_path}/not")))
+    # what is never cleared does not fall
+    largest = [max(flat(record)) for record in logits(records)]
+    assert largest != sorted(largest)
+
+
 def test_a_run_without_the_key_has_no_such_field(tmp_path: Path) -> None:
     assert "attention_logits" not in steps(train_on(write_run(tmp_path), "train.steps=1"))[0]
 

@@ -227,6 +227,15 @@ def test_an_activation_with_two_names_is_read_if_both_say_the_same() -> None:
         from_hugging_face({**GEMMA_2, "hidden_act": "silu"})
 
 
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_how_long_a_text_a_tokenizer_takes_is_no_size_of_a_model(kind: str) -> None:
+    """Of Kimi's it is another name of one."""
+    config = without_other_names(kind, "model_max_length")
+    named = FAMILIES[kind].aliases.get("model_max_length")
+    expected = {**config, named: 4096} if named else config
+    assert from_hugging_face({**config, "model_max_length": 4096}) == from_hugging_face(expected)
+
+
 def test_all_keys_that_may_say_a_wrong_number_are_named() -> None:
     """Llama 3.1's file with a base of 1, which is also its right factor of low frequencies."""
     config = {

@@ -116,6 +116,16 @@ def test_a_text_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
     assert load_run(file).data.source == 'my "text"\\'
 
 
+def test_what_a_recipe_reaches_is_not_said_of_another_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = read_recipe("shakespeare")
+    assert main(["init", "--recipe", "shakespeare", "my.txt", "-o", str(tmp_path / "x.toml")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"text my.txt, in place of the recipe's: {recipe.notes['text']}" in printed
+    assert f"reaches with the recipe's own text: {recipe.notes['reaches']}" in printed
+
+
 def test_another_text_of_characters_decides_the_vocabulary(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     assert main(["init", "--recipe", "shakespeare", "my.txt", "-o", str(file)]) == 0

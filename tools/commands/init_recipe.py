@@ -8,6 +8,7 @@ import re
 
 from megaprec.errors import UserError
 from megaprec.text.readers import TextOptions
+from megaprec.url_secrets import masked
 from tools.commands.text_options import text_options
 from tools.console.toml import toml
 from tools.console.wrapped import say
@@ -40,7 +41,7 @@ def write_recipe(args: argparse.Namespace) -> int:
         content = _with_source(recipe, args.source)
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(content)
-    _print_notes(recipe)
+    _print_notes(recipe, args.source)
     print(f"written    {args.output}; next: {_next_command(recipe, args.output)}")
     return 0
 
@@ -57,12 +58,20 @@ def _with_source(recipe: Recipe, source: str) -> str:
     return content
 
 
-def _print_notes(recipe: Recipe) -> None:
-    """Print the title of a recipe and what it needs and reaches."""
+def _print_notes(recipe: Recipe, source: str | None) -> None:
+    """Print the title of a recipe and what it needs and reaches, which is not said of another text,
+    `source`."""
     say(f"recipe     {recipe.title}")
     for name in ("text", "takes", "reaches"):
-        if name in recipe.notes:
-            say(f"{name:<11}{recipe.notes[name]}")
+        if name not in recipe.notes:
+            continue
+        note = recipe.notes[name]
+        if source is None or name == "takes":
+            say(f"{name:<11}{note}")
+        elif name == "text":
+            say(f"{name:<11}{masked(source)}, in place of the recipe's: {note}")
+        else:
+            say(f"{name:<11}with the recipe's own text: {note}")
 
 
 def _next_command(recipe: Recipe, output: object) -> str:

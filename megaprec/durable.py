@@ -84,17 +84,38 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the
-    middle of it."""
-    with naming_file(path):
-        return path.read_bytes()
+    """Return the bytes of a regular file. Raises OSError with the path, also for a fault of the
+    disk in the middle of it."""
+    with reading(path) as file:
+        return file.read()
 
 
 @contextmanager
 def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader]:
-    """Open a file for reading. An OSError while it is read names it."""
-    with naming_file(Path(path)), open(path, "rb", buffering=buffering) as file:
-        yield cast(io.BufferedReader, file)
+    """Open a regular file for reading. Raises OSError with the path for anything else there; an
+    OSError while the file is read names it."""
+    # a pipe without a writer would block
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_regular(descriptor, path)
+        with (
+            naming_file(Path(path)),
+            open(descriptor, "rb", buffering=buffering, closefd=False) as file,
+        ):
+            yield cast(io.BufferedReader, file)
+    finally:
+        os.close(descriptor)
+
+
+def _require_regular(descriptor: int, path: Path | str) -> None:
+    """Raise OSError with the path unless an open file is a regular one: a pipe or a device may
+    never end."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
 
 
 def sync(path: Path) -> None:

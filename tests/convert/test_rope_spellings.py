@@ -43,7 +43,8 @@ POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_f
 def spellings(kind: str, scaling: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The keys of a config.json that say one kind of positions: for transformers 4, for 5, for
     both."""
-    older = {**BASE, "rope_scaling": scaling}
+    base = {"rotary_emb_base": BASE["rope_theta"]} if kind == "gpt_neox" else BASE
+    older = {**base, "rope_scaling": scaling}
     flat = {"rope_parameters": {**scaling, **BASE}}
     nested = {
         "rope_parameters": {
@@ -60,7 +61,7 @@ def spellings(kind: str, scaling: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield older
     yield newer
     yield {**older, **newer}
-    yield {**BASE, "rope_scaling": outside, **ORIGINAL}
+    yield {**base, "rope_scaling": outside, **ORIGINAL}
     yield {**older, **newer, **ORIGINAL}
 
 
@@ -130,3 +131,31 @@ def test_a_published_yarn_is_the_model_of_transformers(kind: str, number: int) -
     assert "computes what" in check_config(config, "read")
     written = config_of(from_hugging_face(config), "float32")
     assert "computes what" in check_config(written, "written")
+
+
+def test_a_base_that_the_class_does_not_read_is_not_that_of_the_tables() -> None:
+    """GPT-NeoX's class reads rotary_emb_base, and of two tables rope_scaling."""
+    tables = {"rope_scaling": YARN, "rope_parameters": {**YARN, **BASE}}
+    with raises("convert.rope_tables_differ"):
+        from_hugging_face({**SMALL["gpt_neox"], **tables, **BASE})
+
+
+@pytest.mark.cases(0, sample=3)
+@pytest.mark.parametrize("kind", [*FAMILIES])
+def test_scaled_positions_of_every_family_are_those_of_transformers(kind: str) -> None:
+    """Or the file is refused."""
+    without = {key: value for key, value in SMALL[kind].items() if key not in POSITIONS}
+    for name, scaling in SCALINGS.items():
+        beta = {"llama_4_scaling_beta": 0.1} if kind == "ministral3" else {}
+        config = {**without, **LONGEST, **[*spellings(kind, {**scaling, **beta})][-1]}
+        if read(config) is not None:
+            assert "computes what" in check_config(config, name)
+
+
+def test_a_rotary_factor_that_norms_undo_is_refused() -> None:
+    """NanoChat's norms of queries and keys follow the rotation."""
+    scaled = {**SMALL["nanochat"], "rope_scaling": YARN}
+    with raises("convert.rope_factor_undone", kind="nanochat"):
+        from_hugging_face(scaled)
+    without_factor = {**scaled, "rope_scaling": {**YARN, "attention_factor": 1.0}}
+    assert "computes what" in check_config(without_factor, "it")

@@ -129,7 +129,18 @@ def test_another_text_that_is_not_there_is_told(
     assert main(["init", "--recipe", "shakespeare", source]) == 0
     said = capsys.readouterr().out
     assert ("no such file or folder" in said) == missing
-    assert "nanoGPT prints" not in said
+
+
+def test_what_a_recipe_reaches_is_not_said_of_another_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = read_recipe("shakespeare")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("some text")
+    assert main(["init", "--recipe", "shakespeare", "my.txt", "-o", str(tmp_path / "x.toml")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"text my.txt, in place of the recipe's: {recipe.notes['text']}" in printed
+    assert f"reaches with the recipe's own text: {recipe.notes['reaches']}" in printed
 
 
 def test_another_text_of_characters_decides_the_vocabulary(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import home_expanded
 from megaprec.text.readers import TextOptions
 from megaprec.tokens.places import STANDARD_LIBRARY, is_url
+from megaprec.url_secrets import masked
 from tools.commands.text_options import text_options
 from tools.console.toml import toml
 from tools.console.wrapped import say
@@ -62,18 +63,20 @@ def _with_source(recipe: Recipe, source: str) -> str:
 
 
 def _print_notes(recipe: Recipe, source: str | None) -> None:
-    """Print the title of a recipe and what it needs and reaches, and of another text where it is
-    not there yet."""
-    notes = dict(recipe.notes)
-    if source is not None:
-        is_there = "" if _may_be_there(source) else "; there is no such file or folder here yet"
-        notes["text"] = f"{source} in the place of the recipe's{is_there}"
-        # which its own text reaches
-        notes.pop("reaches", None)
+    """Print the title of a recipe and what it needs and reaches, which is not said of another text,
+    `source`, and of that text if it is not there yet."""
     say(f"recipe     {recipe.title}")
     for name in ("text", "takes", "reaches"):
-        if name in notes:
-            say(f"{name:<11}{notes[name]}")
+        if name not in recipe.notes:
+            continue
+        note = recipe.notes[name]
+        if source is None or name == "takes":
+            say(f"{name:<11}{note}")
+        elif name == "text":
+            is_there = "" if _may_be_there(source) else " (no such file or folder here yet)"
+            say(f"{name:<11}{masked(source)}{is_there}, in place of the recipe's: {note}")
+        else:
+            say(f"{name:<11}with the recipe's own text: {note}")
 
 
 def _may_be_there(source: str) -> bool:

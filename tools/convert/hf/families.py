@@ -54,6 +54,7 @@ from tools.convert.hf.rope import (
     ROPE_OF_GPT_OSS,
     ROPE_OF_MINIMAX,
     ROPE_OF_MINISTRAL3,
+    ROPE_OF_NANOCHAT,
     ROPE_OF_OLMO2,
     ROPE_OF_PHI3,
     ROPE_OF_QWEN3_5,
@@ -1413,7 +1414,7 @@ FAMILIES: dict[str, Family] = {
         entries=(
             *_LLAMA,
             only("hidden_act", "relu2"),
-            ROPE,
+            ROPE_OF_NANOCHAT,
             _ATTENTION_BIAS,
             _softcap("final_logit_softcapping", "final_softcap"),
             NO_WINDOW,

@@ -187,11 +187,21 @@ def _read_gpt_neox(config: ConfigKeys) -> Fields:
     """Return the fields of GPT-NeoX, of which transformers goes by rotary_emb_base and
     rotary_pct."""
     base = config["rotary_emb_base"]
-    parameters = _parameters(config)
+    parameters = _parameters(config, base_key="rotary_emb_base")
     rotary = _fields(parameters, config, base, config["rotary_pct"], base_key="rotary_emb_base")
     require(config["rope_theta"], "rope_theta", (rotary["rope_base"], None))
     rotary_fraction = rotary["rotary_fraction"]
     require(config["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
+    return rotary
+
+
+def _read_nanochat(config: ConfigKeys) -> Fields:
+    """Return the fields of NanoChat, whose norms of queries and keys follow the rotation. Raises
+    UserError for a factor of rotated features, which they undo."""
+    rotary = _read_all_features(config)
+    scaling = rotary["rope_scaling"]
+    if scaling.get("kind") == "yarn" and scaling.get("attention_factor") != 1:
+        raise UserError.of("convert.rope_factor_undone", kind=config.model_type)
     return rotary
 
 
@@ -286,6 +296,7 @@ ROPE_OF_PHI3 = Entry(
     lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
 )
 ROPE_OF_MINISTRAL3 = Entry(_read_ministral3, _write_ministral3)
+ROPE_OF_NANOCHAT = Entry(_read_nanochat, _write)
 ROPE_OF_APERTUS = _scaled_unless_said(APERTUS_PARAMETERS)
 ROPE_OF_CWM = _scaled_unless_said(CWM_PARAMETERS)
 ROPE_OF_MINIMAX = Entry(
@@ -496,20 +507,25 @@ def _fields(
     }
 
 
-def _parameters(config: ConfigKeys) -> dict[str, Any]:
+def _parameters(config: ConfigKeys, base_key: str = "rope_theta") -> dict[str, Any]:
     """Return the rope parameters, their type under rope_type."""
     older = _table(config, "rope_scaling")
     newer = _table(config, "rope_parameters")
-    _require_same(older, newer, config)
+    _require_same(older, newer, config, base_key)
     return newer or older or dict(DEFAULT)
 
 
-def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: ConfigKeys) -> None:
+def _require_same(
+    older: Mapping[str, Any],
+    newer: Mapping[str, Any],
+    config: ConfigKeys,
+    base_key: str = "rope_theta",
+) -> None:
     """Check rope_scaling (`older`) against rope_parameters (`newer`): the base of the first may
-    stand beside it."""
+    stand beside it, under the key that its class reads."""
     stated = dict(older)
-    if config.has("rope_theta") and "rope_theta" in newer:
-        stated.setdefault("rope_theta", config.stated["rope_theta"])
+    if config.has(base_key) and "rope_theta" in newer:
+        stated.setdefault("rope_theta", config.stated[base_key])
     if older and newer and stated != newer:
         raise UserError.of("convert.rope_tables_differ")
 

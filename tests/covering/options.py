@@ -3,6 +3,7 @@
 The first value of an option is the one that the others leave alone.
 """
 
+from parallel.pipeline.kinds import KINDS
 from tests.covering.around import ONE, OWN
 from tests.families import CASES, config_of
 from tests.parity.oracle_runs import words_of
@@ -59,27 +60,8 @@ FAMILIES = (
 )
 
 
-def of_twice_the_layers(family: str) -> list[str]:
-    """The words of a model of a family with its layers, and as many more of the same kinds: enough
-    for two stages a rank."""
-    model = config_of(CASES[family])
-    layers = model.layers
-
-    def twice(numbers: tuple[int, ...]) -> list[int]:
-        return [*numbers, *(number + layers for number in numbers)]
-
-    more = {
-        "layers": 2 * layers,
-        "hybrid_pattern": 2 * model.hybrid_pattern,
-        "window_layers": twice(model.window_layers),
-        "nope_layers": twice(model.nope_layers),
-        "delta_layers": twice(model.delta_layers),
-    }
-    return [*words_of(family), *(f"model.{key}={toml(value)}" for key, value in more.items())]
-
-
 OPTIONS: dict[str, dict[str, list[str]]] = {
-    "family": {family: of_twice_the_layers(family) for family in FAMILIES},
+    "family": {family: words_of(family) for family in FAMILIES},
     "tied": {
         "as the family": [],
         "yes": ["model.tied=true"],
@@ -214,4 +196,31 @@ def words_of_row(row: Row) -> list[str]:
     words: list[str] = []
     for option, value in row.items():
         words += OPTIONS[option][value]
+    if _needs_more_layers(row):
+        words += of_twice_the_layers(row["family"])
     return words
+
+
+def _needs_more_layers(row: Row) -> bool:
+    """Whether a row is about more layers of a stage, or about more stages, than the family has."""
+    stages = int(row["pipeline"]) * KINDS[row["schedule"]].chunks
+    of_one_layer = row["recompute"] == "one layer" or row["zero"] == "3, one layer kept"
+    return config_of(CASES[row["family"]]).layers % stages > 0 or of_one_layer
+
+
+def of_twice_the_layers(family: str) -> list[str]:
+    """The words for as many more layers of the same kinds as a family has."""
+    config = config_of(CASES[family])
+    layers = config.layers
+
+    def twice(numbers: tuple[int, ...]) -> list[int]:
+        return [*numbers, *(number + layers for number in numbers)]
+
+    more = {
+        "layers": 2 * layers,
+        "hybrid_pattern": 2 * config.hybrid_pattern,
+        "window_layers": twice(config.window_layers),
+        "nope_layers": twice(config.nope_layers),
+        "delta_layers": twice(config.delta_layers),
+    }
+    return [f"model.{key}={toml(value)}" for key, value in more.items()]

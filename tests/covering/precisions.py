@@ -16,6 +16,7 @@ from megaprec.errors import UserError
 from tests.covering.options import Row, of_twice_the_layers
 from tests.covering.trial import STEPS, TRAIN, Outcome, Together
 from tests.parity.campaign import forked
+from tests.parity.oracle_runs import words_of
 from tools.commands import parity
 from tools.config.run_file import RunConfig, load_run
 from tools.training.fp8_summary import require_fp8_computed
@@ -37,7 +38,7 @@ LAYOUTS: dict[str, list[str]] = {
     "context": ["parallel.context=2"],
 }
 OPTIONS: dict[str, dict[str, list[str]]] = {
-    "family": {family: of_twice_the_layers(family) for family in FAMILIES},
+    "family": {family: [*words_of(family), *of_twice_the_layers(family)] for family in FAMILIES},
     "layout": LAYOUTS,
     "compute": {
         "bf16": ["precision.compute=bf16"],

@@ -21,6 +21,7 @@ TRAIN = [
     "train.seq_length=16",
     "train.folder=unused",
     "train.threads=1",
+    "train.eval_samples=8",
     "data.vocab_size=97",
     "model.vocab=97",
     "lr.warmup=5",

@@ -387,7 +387,9 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
         assert len(work) == products + stage.cut.last
         # a view keeps the whole of what it shows, and several keep it once
         shown = [tensor.untyped_storage() for tensor in tensors]
-        assert sum({each.data_ptr(): each.nbytes() for each in shown}.values()) == kept.deferred_bytes
+        assert (
+            sum({each.data_ptr(): each.nbytes() for each in shown}.values()) == kept.deferred_bytes
+        )
 
 
 @pytest.mark.parametrize("modules", [1, 2])

@@ -94,28 +94,35 @@ def read_whole(path: Path) -> bytes:
 def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader]:
     """Open a regular file for reading. Raises OSError with the path for anything else there; an
     OSError while the file is read names it."""
+    with (
+        naming_file(Path(path)),
+        open(path, "rb", buffering=buffering, opener=_open_regular) as file,
+    ):
+        yield cast(io.BufferedReader, file)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Return the descriptor of a regular file, opened. Raises OSError with the path for anything
+    else."""
     # a pipe without a writer would block
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         _require_regular(descriptor, path)
-        with (
-            naming_file(Path(path)),
-            open(descriptor, "rb", buffering=buffering, closefd=False) as file,
-        ):
-            yield cast(io.BufferedReader, file)
-    finally:
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _require_regular(descriptor: int, path: Path | str) -> None:
+def _require_regular(descriptor: int, path: str) -> None:
     """Raise OSError with the path unless an open file is a regular one: a pipe or a device may
     never end."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(mode):
         kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
-        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", path)
 
 
 def sync(path: Path) -> None:

@@ -84,45 +84,17 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the bytes of a regular file. Raises OSError with the path, also for a fault of the
-    disk in the middle of it."""
-    with reading(path) as file:
-        return file.read()
+    """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the
+    middle of it."""
+    with naming_file(path):
+        return path.read_bytes()
 
 
 @contextmanager
 def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader]:
-    """Open a regular file for reading. Raises OSError with the path for anything else there; an
-    OSError while the file is read names it."""
-    with (
-        naming_file(Path(path)),
-        open(path, "rb", buffering=buffering, opener=_open_regular) as file,
-    ):
+    """Open a file for reading. An OSError while it is read names it."""
+    with naming_file(Path(path)), open(path, "rb", buffering=buffering) as file:
         yield cast(io.BufferedReader, file)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Return the descriptor of a regular file, opened. Raises OSError with the path for anything
-    else."""
-    # a pipe without a writer would block
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    try:
-        _require_regular(descriptor, path)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _require_regular(descriptor: int, path: str) -> None:
-    """Raise OSError with the path unless an open file is a regular one: a pipe or a device may
-    never end."""
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(mode):
-        kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
-        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", path)
 
 
 def sync(path: Path) -> None:

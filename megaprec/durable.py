@@ -84,17 +84,31 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the
-    middle of it."""
-    with naming_file(path):
-        return path.read_bytes()
+    """Return the bytes of a regular file. Raises OSError with the path, also for a fault of the
+    disk in the middle of it."""
+    with reading(path) as file:
+        return file.read()
 
 
 @contextmanager
 def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader]:
-    """Open a file for reading. An OSError while it is read names it."""
+    """Open a regular file for reading. Raises OSError with the path for anything else there; an
+    OSError while the file is read names it."""
+    # asked before it is opened: to open a pipe without a writer waits for one
+    _require_regular(path)
     with naming_file(Path(path)), open(path, "rb", buffering=buffering) as file:
         yield cast(io.BufferedReader, file)
+
+
+def _require_regular(path: Path | str) -> None:
+    """Raise OSError with the path unless a regular file is there: a pipe or a device may never
+    end."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
 
 
 def sync(path: Path) -> None:

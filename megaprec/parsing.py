@@ -11,15 +11,12 @@ import io
 import json
 import os
 import re
-import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from megaprec.durable import naming_file
+from megaprec.durable import reading
 from megaprec.errors import UserError
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
@@ -150,29 +147,10 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-@contextmanager
-def regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading that must be a regular one. Raises OSError, with `path` as its
-    filename."""
-    # a pipe without a writer would block
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
-            raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
-        with naming_file(path), open(descriptor, "rb", closefd=False) as file:
-            yield file
-    finally:
-        os.close(descriptor)
-
-
 def read_regular(path: Path, max_bytes: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file of at most `max_bytes`. Raises OSError, with `path` as its
     filename."""
-    with regular(path) as file:
+    with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         # Memory is taken for as many bytes as are asked for, so the size is.
         content = file.read(size + 1) if size <= max_bytes else b""

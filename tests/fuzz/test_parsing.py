@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megaprec.durable import file_error
+from megaprec.durable import file_error, read_whole, reading
 from megaprec.errors import LONGEST_LINE, UserError
 from megaprec.parsing import (
     NESTING,
@@ -95,6 +96,22 @@ def test_a_pipe_a_device_a_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
     ):
         with pytest.raises(OSError) as caught:  # noqa: PT011
             read_regular(path, 1000)
+        assert caught.value.filename == str(path)
+
+
+def first_byte(path: Path) -> bytes:
+    with reading(path) as file:
+        return file.read(1)
+
+
+@pytest.mark.parametrize("read", [read_whole, first_byte])
+def test_what_is_read_in_one_piece_is_a_regular_file(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            read(path)
         assert caught.value.filename == str(path)
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import reading
 from megaprec.errors import Problem, UserError
-from megaprec.parsing import parse_json, regular
+from megaprec.parsing import parse_json
 from tools.convert.megatron.distributed import read_common
 from tools.convert.megatron.ranks import read_ranks
 from tools.convert.megatron.read import find_megatron
@@ -408,7 +409,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
 def _text(path: Path) -> str:
     """Return the text of a file; of a log the beginning, where the arguments are."""
     try:
-        with regular(path) as file:
+        with reading(path) as file:
             content = file.read(LARGEST_LOG)
     except OSError as error:
         raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error

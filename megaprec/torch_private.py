@@ -178,7 +178,7 @@ def reshaped_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
     `tensor` must not be used afterwards.
     """
-    return torch.ops.aten._unsafe_view(tensor, shape)
+    return torch.ops.aten._unsafe_view.default(tensor, shape)
 
 
 def unsaved_buffer_names(module: nn.Module) -> Collection[str]:

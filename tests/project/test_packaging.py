@@ -259,3 +259,13 @@ def test_a_source_distribution_has_the_code_and_nothing_that_does_not_run_withou
     assert shipped <= names and not benchmarks & names
     made = {"PKG-INFO", "setup.cfg", "megaprec.egg-info"}
     assert {path.parts[0] for path in names} <= {*KEPT, *made}
+
+
+def test_the_repository_holds_no_package_archive_or_library_that_was_built_elsewhere() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    built = {".whl", ".zip", ".gz", ".xz", ".tar", ".so", ".pyc", ".pt", ".pth"}
+    names = listed.stdout.splitlines()
+    assert len(names) > 1000
+    assert [name for name in names if Path(name).suffix in built] == []

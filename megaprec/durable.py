@@ -107,8 +107,22 @@ def _require_regular(path: Path | str) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
-        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(path))
+
+
+def why_no_file(path: Path) -> str:
+    """Return what is in the place of a regular file, to be said behind its path: ": no such file",
+    " is a folder"."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return ": no such file"
+    return " is a folder" if stat.S_ISDIR(mode) else f" is {_kind(mode)}, not a regular file"
+
+
+def _kind(mode: int) -> str:
+    """Return what neither a folder nor a regular file is. mode: of its status."""
+    return "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
 
 
 def sync(path: Path) -> None:

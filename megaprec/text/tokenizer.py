@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.durable import read_whole
+from megaprec.durable import read_whole, why_no_file
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 from megaprec.resources import is_for_want_of_resources
@@ -337,13 +337,12 @@ def _require_file(path: Path) -> None:
     """Raise UserError if a path is no file, and name one in the folder that it is."""
     if path.is_file():
         return
-    problem = " is a folder" if path.is_dir() else ": no such file"
     inside = [path / name for name in NAMES if (path / name).is_file()]
     usual = "a SentencePiece .model or a Hugging Face tokenizer.json"
     raise UserError.of(
         "data.tokenizer_file_unusable",
         path=path,
-        problem=problem,
+        problem=why_no_file(path),
         inside=inside[0] if inside else usual,
     )
 

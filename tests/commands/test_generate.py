@@ -316,6 +316,8 @@ WRONG = {
     "--min-p 1.5": "--min-p 1.5: give a number from 0, which is no limit, to 1",
     "--tokens -1": "--tokens -1: give 0 or more",
     "--prompts no.txt": "--prompts no.txt: no such file",
+    "--prompts /tmp": "--prompts /tmp is a folder",
+    "--prompts /dev/null": "--prompts /dev/null is a device or a socket, not a regular file",
     "--prompt - --prompt -": "--prompt -: standard input can be read once; give it once",
     "--tokenizer no.json": Problem.of(
         "data.tokenizer_file_unusable",

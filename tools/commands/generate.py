@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from megaprec.durable import why_no_file
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from megaprec.precision.gemm import fp32_sums
@@ -147,7 +148,7 @@ def _option_problems(args: argparse.Namespace) -> Iterator[str]:
     if not args.prompt and args.prompts is None:
         yield "give --prompt TEXT, --prompt - for standard input, or --prompts FILE"
     if args.prompts is not None and not args.prompts.is_file():
-        yield f"--prompts {args.prompts}: no such file"
+        yield f"--prompts {args.prompts}{why_no_file(args.prompts)}"
     if args.prompt.count("-") > 1:
         yield "--prompt -: standard input can be read once; give it once"
     if "" in args.stop:

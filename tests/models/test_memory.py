@@ -4,7 +4,7 @@ cent."""
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, cycle, product
 from math import prod
@@ -463,6 +463,20 @@ def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:
         edge = get_gradient_edge(stage(x, place))
     assert edge
     assert sum(sizes) == pytest.approx(said.activations, rel=0.05)
+
+
+def test_without_halves_nothing_is_put_off_from_a_backward_pass_and_all_else_is_as_with_them() -> (
+    None
+):
+    config = ModelConfig(**FAMILIES["llama"])
+    cut = cuts(config, 4, LENGTH)[1]
+    options = EngineOptions(BATCH, LENGTH)
+    whole, in_halves = (
+        StageMemory(config, plan("bf16"), options, halves=halves).activation_bytes(cut)
+        for halves in (False, True)
+    )
+    assert min(in_halves.deferred_bytes, in_halves.input, in_halves.weight) > 0
+    assert whole == replace(in_halves, deferred_bytes=0, input=0, weight=0)
 
 
 def test_the_last_layers_of_one_kind_are_counted_from_the_end() -> None:

@@ -20,6 +20,7 @@ from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Cut, Stage
@@ -192,7 +193,7 @@ def kept_by_a_stage(mesh: DeviceMesh, cases: Sequence[Case]) -> list[int]:
     return [_kept(Axis.of(mesh, "tp"), case) for case in cases]
 
 
-def _kept(tp: Axis, case: Case) -> int:
+def _kept(tp: Axis, case: Case, packing: Packing = UNPACKED) -> int:
     config = ModelConfig(**case.model)
     context = Context(case.plan, tp, case.sequence, recompute=case.recompute)
     stage = Stage(config, context, middle(case.model)).to(torch.bfloat16)
@@ -201,9 +202,25 @@ def _kept(tp: Axis, case: Case) -> int:
         stage(torch.zeros(shape, dtype=case.plan.residual))  # makes what is made once for all
     with allocations() as sizes:
         x = torch.zeros(shape, dtype=case.plan.pipeline, requires_grad=True)
-        edge = get_gradient_edge(stage(x.to(case.plan.residual)))
+        edge = get_gradient_edge(stage(x.to(case.plan.residual), None, packing))
     assert edge
     return sum(sizes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stage_keeps_rotary_tables_for_each_sample_where_documents_have_positions(
+    packed: bool,
+) -> None:
+    case = Case(FAMILIES["llama"], KEEP)
+    packing = UNPACKED
+    if packed:
+        positions = torch.arange(LENGTH) % 50
+        packing = Packing(positions=positions.expand(BATCH, LENGTH))
+    memory = StageMemory(ModelConfig(**case.model), case.plan, options_of(case), packed=packed)
+    said = memory.activation_bytes(middle(case.model)).activations
+    tables = BATCH * LENGTH * 32 * 2 * 2  # a cosine and a sine for each feature of a head, in bf16
+    real = _kept(Axis("tp"), case, packing)
+    assert real == pytest.approx(said, abs=tables / 4)
 
 
 @pytest.mark.cases(0, sample=1)

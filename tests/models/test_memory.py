@@ -373,6 +373,21 @@ def test_layers_of_several_kinds_keep_what_the_last_ones_foretell(
         assert vars(few) == pytest.approx(vars(whole), rel=1e-4)
 
 
+def test_the_peak_of_experts_counts_though_layers_of_another_kind_come_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted from the last layer of each kind, and by running all of them."""
+    keys = {"hybrid_pattern": "MMMMEM", "layers": 6, "ffn": 4096}
+    config = ModelConfig(**{**FAMILIES["nemotron_h"], **keys})
+    cut = Cut(1, range(6), first=False, last=False)
+    counted: list[dict[str, int]] = []
+    for fewest in (4, 6):
+        monkeypatch.setattr(memory, "FEWEST_EARLIER", fewest)
+        of_stages = StageMemory(config, plan("bf16"), EngineOptions(1, 16), halves=False)
+        counted.append(vars(of_stages.activation_bytes(cut)))
+    assert counted[0] == pytest.approx(counted[1], rel=1e-4)
+
+
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
     """Masks of a window are kept; stages with as many layers but other windows keep as much as they
     have of them."""

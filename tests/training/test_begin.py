@@ -22,7 +22,7 @@ from tests.published import (
     transformers,
     written,
 )
-from tests.refusals import sentence
+from tests.refusals import raises, sentence
 from tests.runs import losses, train, write_run
 from tools.cli import main
 from tools.config.resolved_run import resolve_run
@@ -150,6 +150,8 @@ def test_a_run_that_leaves_the_begin_token_open_has_that_of_its_checkpoint(
     assert requested_begin_token(resolve_run(file)) == 7
     assert requested_begin_token(resolve_run(file, ["data.begin=none"])) is None
     assert requested_begin_token(resolve_run(file, ["data.begin=8"])) == 8
+    with raises("training.begin_token", begin=330, ids=330):
+        open_corpus(resolve_run(file, ["data.begin=330"]))
 
 
 def test_a_run_whose_documents_do_not_end_is_evaluated_without_a_token_that_it_never_saw(

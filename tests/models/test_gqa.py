@@ -148,7 +148,8 @@ def test_of_the_gradients_of_heads_those_travel_that_ranks_share() -> None:
             sent.append(tensor.numel())
             return tensor
 
-    stage = Stage(config, Context(plan("fp32"), Axis("tp", 0, 4)), *cuts(config, 1, 8))
+    (whole,) = cuts(config, 1, 8)
+    stage = Stage(config, Context(plan("fp32"), Axis("tp", 0, 4)), whole)
     parameters = [*stage.parameters()]
     for parameter in parameters:
         parameter.main_grad = torch.ones_like(parameter)  # type: ignore[attr-defined]

@@ -362,7 +362,14 @@ def test_the_widths_of_feed_forwards_are_those_that_the_model_has() -> None:
 
 def test_ranks_share_what_a_module_that_looks_ahead_projects_to() -> None:
     """Heads and the feed-forward have even shares for four ranks, the residual stream has not."""
-    keys = {"hidden": 30, "heads": 4, "head_dim": 8, "ffn": 32, "layers": 1, "vocab": 64}
+    keys: dict[str, Any] = {
+        "hidden": 30,
+        "heads": 4,
+        "head_dim": 8,
+        "ffn": 32,
+        "layers": 1,
+        "vocab": 64,
+    }
     config = ModelConfig(family="llama", **keys)
     assert config.fits_tensor(4)
     ahead = config.model_copy(update={"mtp_layers": 1})

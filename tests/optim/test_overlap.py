@@ -171,6 +171,20 @@ def test_a_stage_waits_for_its_table_each_layer_for_itself_and_the_head_comes_la
     )
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_an_update_ends_with_all_weights_there_unless_layers_wait_for_their_own(
+    early: bool,
+) -> None:
+    net = Net()
+    seen = list[str]()
+    buffers = buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))
+    weights = ParamGatherer([net], buffers, early=early)
+    for buffer in buffers:
+        weights.begin(buffer)
+    weights.finish_update()
+    assert seen == ([] if early else [f"arrived {n}" for n in range(4)])
+
+
 def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> None:
     net = Net()
     seen = list[int]()

@@ -376,6 +376,17 @@ def test_ranks_share_what_a_module_that_looks_ahead_projects_to() -> None:
     assert [ranks for ranks in (1, 2, 4) if ahead.fits_tensor(ranks)] == [1, 2]
 
 
+def test_ranks_share_the_heads_of_layers_with_and_without_the_window() -> None:
+    """A head is one rank's, or ranks are one head's."""
+    keys: dict[str, Any] = {"hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 32, "layers": 1}
+    config = ModelConfig(family="llama", vocab=64, **keys)
+    fits = {
+        number: config.model_copy(update={"global_kv_heads": number}).fits_tensor(2)
+        for number in (0, 1, 2, 3)
+    }
+    assert fits == {0: True, 1: True, 2: True, 3: False}
+
+
 @pytest.mark.parametrize(
     "own", [{}, {"global_head_dim": 48}, {"global_kv_heads": 1}, {"global_key_as_value": True}]
 )

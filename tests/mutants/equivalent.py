@@ -55,6 +55,9 @@ EQUIVALENT: dict[Change, str] = {
         ">",
         ">=",
     ): "a bound of rounding, which no difference meets but by chance",
+    ("models/estimate/memory.py", "tp_rank: int = 0", "0", "1"): (
+        "the rank that is run where nobody asks for its calls: all keep as many bytes"
+    ),
     ("megaprec/comm/virtual.py", "if self.real.size > 1:", ">", ">="): (
         "a process alone gathers its own nodes"
     ),

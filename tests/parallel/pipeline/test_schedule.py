@@ -230,6 +230,11 @@ def test_what_is_sent_before_it_is_computed_is_refused() -> None:
         check(placed((0, 1), "F0.0 sA0.0 rG0.0 B0.0 R0", "rA1.0 F1.0 sG1.0 B1.0 R1"))
 
 
+def test_a_stage_goes_back_after_the_next_one_on_its_rank() -> None:
+    with pytest.raises(UserError, match=r"B0\.0 comes before B1\.0"):
+        check(placed((0, 0), "F0.0 F1.0 B0.0 B1.0 R1 R0"))
+
+
 def test_a_rank_waits_while_as_many_sends_are_under_way_as_may_be() -> None:
     """One: the second activation is sent when the first one is received, after a forward of 10
     seconds; all others take one."""

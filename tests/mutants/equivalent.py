@@ -58,9 +58,6 @@ EQUIVALENT: dict[Change, str] = {
     ("models/estimate/memory.py", "tp_rank: int = 0", "0", "1"): (
         "the rank that is run where nobody asks for its calls: all keep as many bytes"
     ),
-    ("megaprec/comm/virtual.py", "if self.real.size > 1:", ">", ">="): (
-        "a process alone gathers its own nodes"
-    ),
     (
         "megaprec/optim/decision/grad_stats.py",
         "if squares.isfinite() and squares >= least:",

@@ -40,12 +40,12 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     outputs = sum(part.padded[0] for part in parts)
     inputs = prod(parts[0].padded[1:])
     shape = (outputs, inputs)
-    reasons = {excluded_by(recipe, part.name, layers) for part in parts}
-    if "" in reasons and len(reasons) > 1:
-        names = " and ".join(part.name for part in parts)
-        raise UserError.of("fp8.fp8_wide_part_of_weight", names=names)
-    if reason := min(reasons):  # any of them, the same one in every run
-        return Eligibility(name, shape, reason)
+    reasons = [excluded_by(recipe, part.name, layers) for part in parts]
+    if any(reasons):
+        if not all(reasons):
+            names = " and ".join(part.name for part in parts)
+            raise UserError.of("fp8.fp8_wide_part_of_weight", names=names)
+        return Eligibility(name, shape, reasons[0])
     if recipe.scales.four_bits:
         return Eligibility(name, shape, _misfit_of_parts(parts))
     # padding makes any size fit

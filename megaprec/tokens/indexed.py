@@ -313,8 +313,7 @@ class IndexedDataset:
         self.stored_bytes = remote_bin.size if remote_bin else bin_path.stat().st_size
         self.dtype, index = self._read_own_index()
         self.notes: tuple[str, ...] = ()
-        has_no_ends = index.documents[:2].tolist() == [0]
-        if has_no_ends and len(index.lengths):
+        if np.array_equal(index.documents, [0]) and len(index.lengths):
             every_sequence = np.arange(len(index.lengths) + 1, dtype=np.int64)
             index = replace(index, documents=every_sequence)
             idx_path = with_suffix(prefix, ".idx")

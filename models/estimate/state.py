@@ -440,7 +440,7 @@ def _numbers_of_layers(stage: Stage) -> dict[torch.nn.Parameter, int]:
 
 def _update_peak(buffer: Buffer, block: int) -> int:
     """Return the peak that the update of a block of this buffer adds."""
-    tile = next(buffer.tiles(0, buffer.stop - buffer.start, block))
+    tile = next(buffer.tiles(0, buffer.local_size, block))
     steps = torch.ones(())  # any number: no value is computed
     with LiveMemory() as live:
         weights, _, state = tile.wide()
@@ -451,7 +451,7 @@ def _update_peak(buffer: Buffer, block: int) -> int:
 def _ema_peak(buffer: Buffer, device: Device) -> int:
     """Return the peak that moving a block of the average of this buffer adds."""
     assert buffer.ema is not None
-    tile = next(buffer.tiles(0, buffer.stop - buffer.start, run_length(device)))
+    tile = next(buffer.tiles(0, buffer.local_size, run_length(device)))
     averaged = AveragedTile(tile, buffer.ema[: len(tile.weights)])
     skip = torch.zeros(())  # any number: no value is computed
     with LiveMemory() as live:
@@ -535,4 +535,4 @@ def _most_owned(
 
 
 def _block_elements(buffer: Buffer, block: int) -> int:
-    return len(next(buffer.tiles(0, buffer.stop - buffer.start, block)).grads)
+    return len(next(buffer.tiles(0, buffer.local_size, block)).grads)

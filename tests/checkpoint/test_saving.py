@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event, get_ident
@@ -400,6 +401,25 @@ def test_a_snapshot_holds_one_copy_of_what_this_rank_saves_and_none_without_back
             for tensor in buffer.saved().values()
         )
         assert not background or sum(storages.values()) <= own
+
+
+def test_a_save_that_has_failed_holds_no_copy_of_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
+        snapshot = take_snapshot(optimizer, copy)
+        for tensors in snapshot.files.values():
+            copies.extend(map(weakref.ref, tensors.values()))
+        return snapshot
+
+    monkeypatch.setattr(module, "take_snapshot", noted)
+    monkeypatch.setattr(shard_file, "write_all", full)
+    saving = Saving(tmp_path, 1, small(), {}, background=True)
+    assert "No space left" in saving.finish().problem
+    assert len(copies) > 1
+    assert not any(copy() is not None for copy in copies)
 
 
 @pytest.mark.parametrize("background", [True, False])

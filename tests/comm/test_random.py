@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from megaprec.comm.random import _normal_pairs, keep, key, normal, normal_part
+from megaprec.comm.random import _normal_pairs, bits, keep, key, normal, normal_part
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
@@ -23,6 +23,19 @@ DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
 NAMES = ["llama", "gpt2"]
 N = 1 << 18
 INDEX = torch.arange(N)
+
+
+def test_bits_are_those_of_splitmix64_as_it_is_published() -> None:
+    """The first five numbers of the generator begun with 1234567, whose state grows by a constant
+    with each number."""
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [number % 2**64 for number in bits(1234567, torch.arange(1, 6)).tolist()] == published
 
 
 def runs() -> list[Run]:

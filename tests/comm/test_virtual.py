@@ -102,6 +102,17 @@ def test_eight_processes_have_the_bits_of_one(mesh: DeviceMesh) -> None:
     require_same(mesh, 8, torch.bfloat16)
 
 
+def test_one_process_adds_its_leaves_where_they_are() -> None:
+    """To gather them takes a copy of all."""
+
+    class Copying(Axis):
+        def gather(self, tensor: Tensor) -> Tensor:
+            pytest.fail("there is nobody else")
+
+    leaves = leaves_of(4)
+    assert same_bits(VirtualAxis(Copying("tp"), 4).sum(leaves), tree_sum(leaves))
+
+
 def test_a_maximum_keeps_a_nan() -> None:
     leaves: Sequence[Tensor] = [torch.tensor([1.0, torch.nan]), torch.tensor([2.0, 0.0])]
     assert VirtualAxis(ALONE, 2).max(leaves).isnan().tolist() == [False, True]

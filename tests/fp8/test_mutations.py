@@ -11,25 +11,22 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint import save_load as checkpoint_state
-from megaprec.checkpoint.atomic import checkpoint_path
-from megaprec.checkpoint.save_load import load, save
+from megaprec.checkpoint.save_load import save
 from megaprec.fp8 import quantize as quantize_module
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.state import FP8State
-from models.engine.engine import Engine
 from tests.fp8.test_state import require_fresh_casts, require_saturation
 from tests.fp8.test_training import (
     FIRST,
     POWERS,
     engine_of,
     fp8,
-    held,
     require_evaluation_leaves_the_state,
     require_margin,
     require_one_scale,
+    require_taken_up,
     run,
 )
-from tests.layouts import make_engine
 
 pytestmark = pytest.mark.slow
 
@@ -109,11 +106,3 @@ def test_a_history_that_is_lost_on_load_is_noticed(
     monkeypatch.setattr(checkpoint_state, "take_up", lambda found, rolls, state: None)
     with pytest.raises(AssertionError):
         require_taken_up(tmp_path, engine)
-
-
-def require_taken_up(folder: Path, engine: Engine) -> None:
-    other = make_engine(None, run(fp8()))
-    load(checkpoint_path(folder, 1), other.optimizer, other.fp8)
-    assert other.fp8.rolls == engine.fp8.rolls
-    for ours, theirs in zip(held(other.fp8), held(engine.fp8), strict=True):
-        assert torch.equal(ours, theirs)

@@ -252,6 +252,15 @@ def test_a_weight_stays_wide_for_a_reason_that_is_told(
     assert eligibility(FP8Recipe(**fields), parts(name, *shape), layers=4).fallback_reason == why
 
 
+def test_of_several_parts_the_first_one_says_why_a_weight_stays_wide() -> None:
+    """The weight has its name."""
+    recipe = FP8Recipe(wide=("*.value.*", "*.key.*"))
+    key, value = (f"layers.0.attention.{name}.weight" for name in ("key", "value"))
+    for names, why in ((key, value), "*.key.*"), ((value, key), "*.value.*"):
+        made = eligibility(recipe, [part for name in names for part in parts(name)], layers=4)
+        assert (made.name, made.fallback_reason) == (names[0], f'fp8.wide has "{why}"')
+
+
 def test_weights_kept_in_fp32_are_not_in_fp8() -> None:
     made = plan("bf16", fp8=FP8Recipe(), keep_fp32=("*.up.*",))
     assert [one.name for one in Pair(made).fp8.registered] == ["layers.0.down.weight"]

@@ -10,6 +10,7 @@ against the model without FP8; most differ by a millionth.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.checkpoint.save_load import load, save
 from megaprec.fp8 import linear
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
@@ -218,6 +221,20 @@ def held(state: FP8State) -> list[Tensor]:
     return [
         values.clone() for values in (state.bank.scale, state.bank.history, state.bank.step_amax)
     ]
+
+
+def require_taken_up(folder: Path, engine: Engine) -> None:
+    other = make_engine(None, run(fp8()))
+    load(checkpoint_path(folder, 1), other.optimizer, other.fp8)
+    assert other.fp8.rolls == engine.fp8.rolls
+    for ours, theirs in zip(held(other.fp8), held(engine.fp8), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_checkpoint_brings_back_scales_and_histories(tmp_path: Path) -> None:
+    engine = engine_of(run(fp8()))
+    save(tmp_path, 1, engine.optimizer, {}, fp8=engine.fp8)
+    require_taken_up(tmp_path, engine)
 
 
 def require_evaluation_leaves_the_state() -> None:

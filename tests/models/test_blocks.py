@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megaprec.comm.axis import Axis
 from megaprec.precision.plan import plan
@@ -11,6 +12,7 @@ from models.attention import bf16_products, flash_windows, kernels
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.kernels import KERNELS, AttentionCall, Kernel, choose_kernel
+from models.attention.rope import rotary_tables
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -31,6 +33,28 @@ def test_a_token_attends_to_the_last_of_its_window_and_to_no_other(window: int) 
     (seen,) = torch.autograd.grad(attend(window, 0.0, x)[5].sum(), x)
     expected = [token <= 5 and (window == 0 or token > 5 - window) for token in range(7)]
     assert seen.flatten(1).any(1).tolist() == expected
+
+
+def test_no_part_of_a_projection_keeps_all_of_it_where_heads_are_rotated() -> None:
+    """Query, key and value are one product. As large as the query is no other tensor that is kept
+    for the backward pass, but for the weights."""
+    config = ModelConfig(layers=1, hidden=32, heads=4, kv_heads=4)
+    attention = Attention(config, Context(plan("fp32")), "attention")
+    weights = {parameter.data_ptr() for parameter in attention.parameters()}
+    x = torch.randn(64, 2, 32, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        rotary = rotary_tables(config.rope_scaling, 1e4, config.head_dim, 64, torch.float32)
+        y = attention(x, rotary, MicrobatchInfo(0, torch.arange(2)))
+    assert y.requires_grad
+    assert max(kept.values()) == x.nbytes
 
 
 @pytest.mark.parametrize("window", [0, 3])

@@ -19,6 +19,7 @@ from models.decoder.cutting import cuts, mtp_cost
 from models.decoder.stages import Stage
 from models.delta_net import DeltaNet
 from models.engine.options import EngineOptions
+from models.estimate.elementwise import loss_bytes
 from models.estimate.flops import stage_costs, training_flops
 from models.mamba import Mamba
 from models.parameter_counts import expert_parameters, num_parameters
@@ -283,6 +284,14 @@ def test_flops_of_training_are_those_that_torch_counts(family: str) -> None:
     sizes: dict[str, Any] = {**SIZES, **EVERY[family]}
     config = ModelConfig(**sizes)
     assert training_flops(config, LENGTH) * LENGTH * BATCH == counted(config)
+
+
+def test_a_loss_moves_each_logit_in_fp32_three_times_forward_and_twice_backward() -> None:
+    """Copied, read for the maximum and for the sum of exponentials; then read, and its gradient
+    written. The head of a module has logits of its own, and tensor ranks share the vocabulary."""
+    config = ModelConfig(layers=1, hidden=8, heads=2, vocab=96, mtp_layers=1)
+    bytes_of_a_token = 2 * 96 / 3 * 4
+    assert loss_bytes(config, tensor=3) == (3 * bytes_of_a_token, 2 * bytes_of_a_token)
 
 
 def test_of_a_sliding_window_only_the_tokens_in_it_count() -> None:

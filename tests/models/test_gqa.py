@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
+from megaprec.comm.axis import Axis
+from megaprec.optim.state.partial_grads import sum_partial
+from megaprec.precision.plan import plan
 from models.attention import bf16_products, kernels
 from models.attention.kernels import takes_groups
+from models.config import ModelConfig
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
+from parallel.context import Context
 
 S = 128
 D = 16
@@ -127,3 +134,24 @@ def test_torchs_kernel_is_told_of_groups_only_where_heads_are_shared(
     inputs = SimpleNamespace(mask_of=lambda query: None, scale=None)
     kernels.KERNELS[kernels.Kernel.TORCH_FUSED](query, shared, shared, inputs)  # type: ignore[arg-type]
     assert told == [kv_heads != 4]
+
+
+def test_of_the_gradients_of_heads_those_travel_that_ranks_share() -> None:
+    """Two key/value heads over four ranks: a slot for each of the two, for keys and for values."""
+    width, hidden, layers = 8, 32, 2
+    sizes: dict[str, Any] = {"hidden": hidden, "heads": 4, "kv_heads": 2, "layers": layers}
+    config = ModelConfig(family="llama", head_dim=width, ffn=32, vocab=64, **sizes)
+    sent: list[int] = []
+
+    class Sending(Axis):
+        def sum_(self, tensor: Tensor) -> Tensor:
+            sent.append(tensor.numel())
+            return tensor
+
+    (whole,) = cuts(config, 1, 8)
+    stage = Stage(config, Context(plan("fp32"), Axis("tp", 0, 4)), whole)
+    parameters = [*stage.parameters()]
+    for parameter in parameters:
+        parameter.main_grad = torch.ones_like(parameter)  # type: ignore[attr-defined]
+    sum_partial(parameters, Sending("tp", 0, 4))
+    assert sent == [layers * 2 * 2 * width * hidden]

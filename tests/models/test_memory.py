@@ -4,7 +4,7 @@ cent."""
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, cycle, product
 from math import prod
@@ -20,6 +20,7 @@ from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Cut, Stage
@@ -192,7 +193,7 @@ def kept_by_a_stage(mesh: DeviceMesh, cases: Sequence[Case]) -> list[int]:
     return [_kept(Axis.of(mesh, "tp"), case) for case in cases]
 
 
-def _kept(tp: Axis, case: Case) -> int:
+def _kept(tp: Axis, case: Case, packing: Packing = UNPACKED) -> int:
     config = ModelConfig(**case.model)
     context = Context(case.plan, tp, case.sequence, recompute=case.recompute)
     stage = Stage(config, context, middle(case.model)).to(torch.bfloat16)
@@ -201,9 +202,25 @@ def _kept(tp: Axis, case: Case) -> int:
         stage(torch.zeros(shape, dtype=case.plan.residual))  # makes what is made once for all
     with allocations() as sizes:
         x = torch.zeros(shape, dtype=case.plan.pipeline, requires_grad=True)
-        edge = get_gradient_edge(stage(x.to(case.plan.residual)))
+        edge = get_gradient_edge(stage(x.to(case.plan.residual), None, packing))
     assert edge
     return sum(sizes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stage_keeps_rotary_tables_for_each_sample_where_documents_have_positions(
+    packed: bool,
+) -> None:
+    case = Case(FAMILIES["llama"], KEEP)
+    packing = UNPACKED
+    if packed:
+        positions = torch.arange(LENGTH) % 50
+        packing = Packing(positions=positions.expand(BATCH, LENGTH))
+    memory = StageMemory(ModelConfig(**case.model), case.plan, options_of(case), packed=packed)
+    said = memory.activation_bytes(middle(case.model)).activations
+    tables = BATCH * LENGTH * 32 * 2 * 2  # a cosine and a sine for each feature of a head, in bf16
+    real = _kept(Axis("tp"), case, packing)
+    assert real == pytest.approx(said, abs=tables / 4)
 
 
 @pytest.mark.cases(0, sample=1)
@@ -356,6 +373,21 @@ def test_layers_of_several_kinds_keep_what_the_last_ones_foretell(
         assert vars(few) == pytest.approx(vars(whole), rel=1e-4)
 
 
+def test_the_peak_of_experts_counts_though_layers_of_another_kind_come_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted from the last layer of each kind, and by running all of them."""
+    keys = {"hybrid_pattern": "MMMMEM", "layers": 6, "ffn": 4096}
+    config = ModelConfig(**{**FAMILIES["nemotron_h"], **keys})
+    cut = Cut(1, range(6), first=False, last=False)
+    counted: list[dict[str, int]] = []
+    for fewest in (4, 6):
+        monkeypatch.setattr(memory, "FEWEST_EARLIER", fewest)
+        of_stages = StageMemory(config, plan("bf16"), EngineOptions(1, 16), halves=False)
+        counted.append(vars(of_stages.activation_bytes(cut)))
+    assert counted[0] == pytest.approx(counted[1], rel=1e-4)
+
+
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
     """Masks of a window are kept; stages with as many layers but other windows keep as much as they
     have of them."""
@@ -463,6 +495,22 @@ def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:
         edge = get_gradient_edge(stage(x, place))
     assert edge
     assert sum(sizes) == pytest.approx(said.activations, rel=0.05)
+
+
+def test_without_halves_nothing_is_put_off_from_a_backward_pass_and_all_else_is_as_with_them() -> (
+    None
+):
+    config = ModelConfig(**FAMILIES["llama"])
+    cut = cuts(config, 4, LENGTH)[1]
+    options = EngineOptions(BATCH, LENGTH)
+    whole, in_halves = (
+        StageMemory(config, plan("bf16"), options, halves=halves).activation_bytes(cut)
+        for halves in (False, True)
+    )
+    assert min(in_halves.deferred_bytes, in_halves.input) > 0
+    # a product at a time, of a feed-forward's weight, before it is added to the gradient in FP32
+    assert in_halves.weight == config.ffn * config.hidden * 2
+    assert whole == replace(in_halves, deferred_bytes=0, input=0, weight=0)
 
 
 def test_the_last_layers_of_one_kind_are_counted_from_the_end() -> None:

@@ -358,3 +358,40 @@ def test_the_widths_of_feed_forwards_are_those_that_the_model_has() -> None:
     first_dense = {"dense_layers": (0,), "dense_ffn": 32}
     both = shared.model_copy(update=first_dense)
     assert both.ffn_widths == {"ffn": 16, "dense_ffn": 32, "shared_experts": 24}
+
+
+def test_ranks_share_what_a_module_that_looks_ahead_projects_to() -> None:
+    """Heads and the feed-forward have even shares for four ranks, the residual stream has not."""
+    keys: dict[str, Any] = {
+        "hidden": 30,
+        "heads": 4,
+        "head_dim": 8,
+        "ffn": 32,
+        "layers": 1,
+        "vocab": 64,
+    }
+    config = ModelConfig(family="llama", **keys)
+    assert config.fits_tensor(4)
+    ahead = config.model_copy(update={"mtp_layers": 1})
+    assert [ranks for ranks in (1, 2, 4) if ahead.fits_tensor(ranks)] == [1, 2]
+
+
+def test_ranks_share_the_heads_of_layers_with_and_without_the_window() -> None:
+    """A head is one rank's, or ranks are one head's."""
+    keys: dict[str, Any] = {"hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 32, "layers": 1}
+    config = ModelConfig(family="llama", vocab=64, **keys)
+    fits = {
+        number: config.model_copy(update={"global_kv_heads": number}).fits_tensor(2)
+        for number in (0, 1, 2, 3)
+    }
+    assert fits == {0: True, 1: True, 2: True, 3: False}
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"global_head_dim": 48}, {"global_kv_heads": 1}, {"global_key_as_value": True}]
+)
+def test_any_key_of_global_heads_gives_layers_without_the_window_heads_of_their_own(
+    own: dict[str, Any],
+) -> None:
+    config = ModelConfig(family="llama", layers=1, hidden=32, heads=4, vocab=64)
+    assert config.model_copy(update=own).has_global_heads == bool(own)

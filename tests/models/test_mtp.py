@@ -195,6 +195,12 @@ def test_every_layout_trains_the_plain_model(layout: tuple[int, int, int]) -> No
         require_plain(model, result)
 
 
+def test_tensor_ranks_train_the_plain_model_with_the_sequence_whole_and_cut() -> None:
+    run = Run(MODELS["two modules"], steps=STEPS)
+    for result in train_all([run, replace(run, sequence=True)], tp=2):
+        require_plain("two modules", result)
+
+
 @pytest.mark.parametrize("model", ["two modules", "delta nets"])
 def test_documents_predict_within_themselves(model: str) -> None:
     """Documents that are told apart have the losses and gradients that each has alone."""

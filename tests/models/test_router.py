@@ -97,6 +97,7 @@ def test_the_sum_of_the_two_best_and_the_best_alone_choose_other_groups() -> Non
         ({"router": {"score": "sigmoid", "groups": 4, "group_best": 3}}, sentence("model.router_group_best", group_best=3, group_size=2)),
         ({"shared_experts": 0}, sentence("model.shared_gate_unused")),
         ({"dense_layers": [1, 0]}, sentence("model.layer_numbers", key="dense_layers", value="[1, 0]", last=2)),
+        ({"dense_layers": [3]}, sentence("model.layer_numbers", key="dense_layers", value="[3]", last=2)),
         ({"dense_layers": [0, 1, 2]}, sentence("model.all_layers_dense")),
         ({"dense_layers": [], "dense_ffn": 40}, sentence("model.dense_ffn_unused")),
         ({"experts": 0}, sentence("model.no_experts_beside")),

@@ -36,6 +36,18 @@ def slow() -> Iterator[None]:
     patch.undo()
 
 
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_products_are_slow_of_bf16_alone_and_on_a_cpu_without_the_instructions(
+    device: str, dtype: torch.dtype, has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A meta tensor stands for one on a GPU."""
+    monkeypatch.setattr(gemm, "_has_bf16_products", lambda: has_products)
+    is_slow = gemm.slow_bf16(torch.empty(2, dtype=dtype, device=device))
+    assert is_slow == ((device, dtype, has_products) == ("cpu", torch.bfloat16, False))
+
+
 def products_of_a_step(model: dict[str, Any], **options: Any) -> list[str]:
     """Products and fused attentions of a micro-batch's two passes, with their operands."""
     config = ModelConfig(**{**OURS, **model})

@@ -40,6 +40,30 @@ EQUIVALENT: dict[Change, str] = {
         ">",
         ">=",
     ): "a time that is measured, and never equal",
+    ("parallel/hangs/watchdog.py", "self._clock = Clock(self._window / 2)", "2", "3"): (
+        "what a pause counts for: any time between two looks and the silence that is acted on"
+    ),
+    (
+        "megaprec/optim/state/update_tile.py",
+        "return values if values.itemsize >= 4 else values.float()",
+        ">=",
+        ">",
+    ): "FP32 that is widened to FP32 is the same tensor",
+    (
+        "tools/training/invariants.py",
+        "if abs(by_engine - by_batches) > SAME_COUNT * max(1.0, by_batches):",
+        ">",
+        ">=",
+    ): "a bound of rounding, which no difference meets but by chance",
+    ("models/estimate/memory.py", "tp_rank: int = 0", "0", "1"): (
+        "the rank that is run where nobody asks for its calls: all keep as many bytes"
+    ),
+    (
+        "megaprec/optim/decision/grad_stats.py",
+        "if squares.isfinite() and squares >= least:",
+        ">=",
+        ">",
+    ): "a bound at which either sum is right",
     (
         "megaprec/comm/virtual.py",
         "local = torch.cat([*leaves]) if len(leaves) > 1 else leaves[0]",

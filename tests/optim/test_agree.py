@@ -1,6 +1,7 @@
 """The laws of agreement: one sum in which all ranks learn the same norm, zeros and outcome, or that
 they disagree."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -21,6 +22,7 @@ from megaprec.optim.decision.consensus import (
     digest,
 )
 from megaprec.optim.decision.scaler import DynamicGradScaler
+from megaprec.optim.guards.rank_agreement import _sum_of_bits
 from megaprec.optim.guards.step_agreement import describe_missing
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.update_rules import SGD
@@ -363,3 +365,19 @@ def test_told_to_ignore_it_a_step_applies_what_is_finite_and_the_scale_falls(
     wrong = sum(int((spoiled.weights[n] != clean.weights[n]).sum()) for n in SHAPES)
     assert wrong == 1, "all but the one element are what they would be without it"
     assert sum(int((~weights.isfinite()).sum()) for weights in spoiled.weights.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_the_bits_of_parameters_of_any_width_are_summed_as_whole_numbers(
+    dtype: torch.dtype,
+) -> None:
+    values = torch.tensor([1.0, -2.0, 0.5]).to(dtype)
+    raw = values.view(torch.uint8).numpy().tobytes()
+    width = dtype.itemsize
+    numbers = [
+        int.from_bytes(raw[start : start + width], sys.byteorder, signed=width > 1)
+        for start in range(0, len(raw), width)
+    ]
+    assert _sum_of_bits(nn.Parameter(values, requires_grad=False)) == sum(numbers)

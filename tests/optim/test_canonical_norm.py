@@ -29,9 +29,12 @@ class Together(Axis):
 
 
 def agreed(
-    p: float, ranks: Sequence[Sequence[Tensor]], copies: Sequence[Tensor] = EMPTY
+    p: float,
+    ranks: Sequence[Sequence[Tensor]],
+    copies: Sequence[Tensor] = EMPTY,
+    losses: Sequence[float] = (),
 ) -> StepNumbers:
-    """Return what ranks with these gradients agree on."""
+    """Return what ranks with these gradients agree on. losses: of each rank; none: zeros."""
     Together.largest = max(
         (float(v.abs().max()) for rank in ranks for v in rank if len(v)), default=0.0
     )
@@ -40,7 +43,8 @@ def agreed(
     for rank, gradients in enumerate(ranks):
         consensus = CanonicalConsensus(Axis("pp"), Together("world", rank, len(ranks)), p, CPU)
         numbers = dict.fromkeys(NUMBERS, 1.0)
-        loss = in_slots(None, 1, Axis("dp"), CPU)
+        own = torch.tensor(losses[rank], dtype=torch.float64) if losses else None
+        loss = in_slots(own, 1, Axis("dp", rank, len(ranks)), CPU)
         measured = consensus.measure(gradients, copies)
         sent.append(consensus.pack(measured, {**numbers, "loss": loss}))
     return consensus.read(torch.stack(sent).sum(0))
@@ -121,6 +125,13 @@ def test_what_is_not_finite_is_found_in_gradients_and_copies(p: float, bad: floa
 def test_no_gradients_and_zeros_have_a_norm_of_zero(p: float) -> None:
     assert float(agreed(p, [[], [torch.zeros(3)]])["norm"]) == 0.0
     assert agreed(p, [[], [torch.zeros(3)]])["zeros"].sum() == 3
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_the_loss_is_the_exact_sum_whatever_the_norm(p: float) -> None:
+    losses = [0.1, 0.2, 0.3]
+    gradients = [[torch.tensor([3.0, -4.0])], [], [torch.ones(5)]]
+    assert float(agreed(p, gradients, losses=losses)["loss"]) == math.fsum(losses)
 
 
 def test_the_sum_of_losses_is_exact_in_any_order() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaprec.optim.decision.grad_stats import norm_of, statistics, sum_of_squares
+from megaprec.optim.decision.grad_stats import _all_blocks, norm_of, statistics, sum_of_squares
 
 CPU = torch.device("cpu")
 BOUND = 2e-7
@@ -95,3 +95,9 @@ def test_the_sum_is_not_finite_if_one_element_is_not(
     gradients[place] = value
     assert not sum_of_squares(gradients).isfinite()
     assert not statistics([gradients], (), CPU)[0].isfinite()
+
+
+def test_a_gpu_counts_zeros_in_blocks_in_which_each_count_is_exact_in_fp32() -> None:
+    on_gpu = torch.empty(3 << 25, device="meta")
+    longest = max(len(block) for block in _all_blocks([on_gpu]))
+    assert torch.tensor(longest - 1).float() < torch.tensor(longest).float()

@@ -203,7 +203,7 @@ def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(
             ), name
 
 
-@pytest.mark.cases(0, 1)
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_logical_element_is_counted_by_exactly_one_rank(model: str, tp: int) -> None:

@@ -3,6 +3,9 @@ who needs it."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole, layout_of
-from megaprec.optim.grad_sync import GradReducer, ParamGatherer
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer, in_forward_order
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import plan
@@ -117,6 +120,17 @@ def test_sums_begin_while_the_last_backward_pass_goes_on_in_one_order_and_end_in
     assert [s for s in seen if s.startswith("end")] == ["end 3", "end 2", "end 1", "end 0"]
 
 
+def test_a_sum_of_first_and_last_weights_holds_up_no_other() -> None:
+    """As one of all norms does, which is complete when the whole pass is over."""
+    net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    first, second, third, last = net.parameters()
+    plans = {"ends": [first, last], "second": [second], "third": [third]}
+    buffers: Any = [SimpleNamespace(name=name, parameters=kept) for name, kept in plans.items()]
+    for given in permutations(buffers):
+        in_order: Any = in_forward_order(net, given)
+        assert [buffer.name for buffer in in_order] == ["ends", "second", "third"]
+
+
 def test_a_weight_that_the_pass_does_not_reach_holds_up_no_sum_for_good() -> None:
     net = Net()
     seen = list[str]()
@@ -155,6 +169,20 @@ def test_a_stage_waits_for_its_table_each_layer_for_itself_and_the_head_comes_la
         for n, name in enumerate(seen)
         if name.endswith("runs")
     )
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_update_ends_with_all_weights_there_unless_layers_wait_for_their_own(
+    early: bool,
+) -> None:
+    net = Net()
+    seen = list[str]()
+    buffers = buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))
+    weights = ParamGatherer([net], buffers, early=early)
+    for buffer in buffers:
+        weights.begin(buffer)
+    weights.finish_update()
+    assert seen == ([] if early else [f"arrived {n}" for n in range(4)])
 
 
 def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> None:

@@ -326,6 +326,15 @@ def test_weights_that_a_loop_has_written_before_the_first_step_begin_the_average
         torch.testing.assert_close(tensors[f"ema/{name}"], expected)
 
 
+def test_before_the_first_step_the_average_is_the_weights() -> None:
+    net = nn.Linear(4, 4)
+    attach_whole(net)
+    own = net.weight.detach().clone()
+    optimizer = ParallelAMPOptimizer([net], plan("fp32"), ema=0.9)
+    with optimizer.averaged_weights():
+        assert torch.equal(net.weight, own)
+
+
 def test_what_would_take_the_average_for_the_weights_is_refused(tmp_path: Path) -> None:
     model, optimizer = small(ema=DECAY)
     take_step(model, optimizer)

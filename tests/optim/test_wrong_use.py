@@ -524,6 +524,15 @@ def inferred() -> nn.Module:
         return make_model()
 
 
+def seen_by_two_buffers() -> nn.Module:
+    """Of which the first one in the model is named."""
+    values = torch.randn(8)
+    model = with_parameter(values[4:])
+    model.register_buffer("first", values)
+    model.register_buffer("second", values[:])
+    return model
+
+
 def with_parameter(values: Tensor) -> nn.Module:
     model = nn.Module()
     model.w = nn.Parameter(values)
@@ -540,6 +549,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "seen by a buffer": (
         seen_by_a_buffer,
         sentence("optimizer.memory_of_untrained", stays="seen", moved="weight"),
+    ),
+    "seen by two buffers": (
+        seen_by_two_buffers,
+        sentence("optimizer.memory_of_untrained", stays="first", moved="w"),
     ),
     "seen by a frozen one": (
         lambda: seen_by_a_buffer(frozen=True),

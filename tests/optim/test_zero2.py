@@ -14,6 +14,7 @@ from megaprec.comm.main_grad import gradient_of_step, has_gradient, main_grad_dt
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.state.grad_buffer import GradBuffer
 from megaprec.precision.plan import LossScaling, plan
 from tests.layouts import Result, Run, train_all
 from tests.models.test_parity import MODELS
@@ -363,3 +364,18 @@ def test_on_one_rank_zero_2_holds_the_gradients_as_ever() -> None:
     assert not optimizer.shards_gradients
     net(torch.ones(2, 16)).sum().backward()
     assert all(isinstance(main_grad_of(parameter), Tensor) for parameter in net.parameters())
+
+
+def test_whole_gradients_are_zero_between_parameters_and_are_not_written_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameters = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))])
+    attach_whole(parameters)
+    kept = {"own": slice(0, 16), "dtype": torch.float32, "device": torch.device("cpu")}
+    buffer = GradBuffer([*parameters], starts=(0, 8), size=16, sharded=True, **kept)
+    monkeypatch.setattr(torch, "empty", lambda size, **given: torch.full((size,), NAN, **given))
+    buffer.make_room()
+    assert buffer.whole is not None
+    unwritten = [True] * 3 + [False] * 5 + [True] * 5 + [False] * 3
+    assert buffer.whole.isnan().tolist() == unwritten
+    assert not buffer.whole.nan_to_num().any()

@@ -19,6 +19,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
 from parallel import loss
 from parallel.context import Context
+from parallel.gradient_scale import scale_gradient
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, VocabParallelEmbedding
 from parallel.linear import InputLayout, Linear
 from tests.ranks import run_ranks
@@ -346,3 +347,13 @@ def test_ids_that_torch_would_read_as_a_mask_of_rows_are_refused(dtype: torch.dt
     table = VocabParallelEmbedding(Context(plan("fp32")), 4, 2, name="table")
     with raises("parallel.ids_dtype", name="table.weight"):
         table(torch.ones(2, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_scaled_gradient_is_that_of_the_same_values(scale: float) -> None:
+    x = random(0, 3).requires_grad_()
+    y = scale_gradient(x, scale)
+    assert torch.equal(y, x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [scale] * 3

@@ -122,6 +122,18 @@ def test_a_leaf_of_many_rows_is_tried_on_the_first_and_last_of_them(row: int) ->
     assert trial_difference(call, wrong)
 
 
+def test_a_trial_computes_no_more_than_some_rows_by_the_leaf_itself() -> None:
+    computed: list[int] = []
+
+    @row_by_row
+    def noted(x: Tensor) -> Tensor:
+        computed.append(len(x))
+        return x.sum(1)
+
+    assert trial_difference(call_of(noted, (torch.zeros(5000, 3),)), lambda x: x.sum(1)) == ""
+    assert computed == [1024, 1024], "in the dtype of the call, and in float64"
+
+
 def test_a_trial_in_float64_widens_dtypes_that_arguments_name() -> None:
     rule = NormRule(1e-5, torch.float32, torch.bfloat16)
     call = call_of(double, (X, torch.bfloat16, rule, torch.int64)).in_float64()

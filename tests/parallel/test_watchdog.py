@@ -319,6 +319,15 @@ def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:
     assert "elsewhere" in left[0].reason and f"rank 1 on {dog.own_beat().host}" in left[0].reason
 
 
+def test_a_step_of_one_process_that_never_ends_is_judged_a_hang() -> None:
+    left = list[HangVerdict]()
+    dog = in_step_3(Watchdog(store(), 0, 1, Position(), 0.2, left.append))
+    dog.start()
+    until(lambda: left, seconds=30.0)
+    dog.stop()
+    assert left[0].culprits == (0,)
+
+
 def test_a_pause_of_this_process_is_no_hang() -> None:
     clock = Clock(longest=0.1)
     time.sleep(0.5)

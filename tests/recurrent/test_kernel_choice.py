@@ -1,10 +1,12 @@
 """Kernels of other packages compute what plain torch does, are taken where they can be, and are
 named."""
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -563,6 +565,15 @@ def test_a_package_that_cannot_be_used_is_named_with_the_reason(
     first = ".".join(map(str, package.release))
     old = f"plain torch ({package.name} 0.1.2.post3 is older than {first})"
     assert choose(package, ON_GPU) == (None, old)
+
+
+@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.part)
+def test_a_package_is_taken_from_the_release_on_that_the_page_names(package: Package) -> None:
+    page = (Path(__file__).parents[2] / "docs/parallelism.md").read_text()
+    release = ".".join(map(str, package.release))
+    function = re.escape(f"{package.module}.{package.function}")
+    row = rf"^\| `{package.name}` \| {release} \| .*{package.part}.* \| `{function}` \|$"
+    assert re.search(row, page, re.M)
 
 
 def test_the_parts_of_a_model_are_named_with_what_computes_them(

@@ -198,6 +198,15 @@ def test_a_file_is_read_once_and_again_when_it_changes(
     assert scans == ["x.idx", "x.bin"] * 3 + ["x.bin", "x.idx", "x.bin"]
 
 
+def test_the_range_of_ids_is_that_of_all_pieces_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intact, "READ", 4)  # two ids at a time
+    for number, ids in enumerate(([50, 900, 70, 3, 80], [3, 50, 70, 80, 900])):
+        found = look(ids_of(tmp_path / str(number), 1000, ids))
+        assert (found.low, found.high) == (3, 900)
+
+
 def test_without_a_place_to_remember_every_start_reads(
     tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

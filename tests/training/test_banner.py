@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megaprec.optim.rules.muon.rule import Muon
+from megaprec.tokens.indexed import IndexedDataset
 from tests.layouts import Run, make_engine
 from tests.runs import write_run
 from tools.config.resolved_run import resolve_run
@@ -15,6 +16,7 @@ from tools.config.run_file import RunConfig
 from tools.training import banner
 from tools.training.banner import print_memory, print_start
 from tools.training.corpus import Corpus, open_corpus
+from tools.training.kernel_lines import kernel_lines
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,31 @@ def test_a_run_says_which_weights_are_in_fp8_and_why_others_are_not(
     assert "fp8        mx, e4m3: products of 0 of 8 weights\n" in said
     assert "layers.0.mlp.down.weight: in bf16, for fp8.first_layers = 1\n" in said
     assert "fp8" not in said_first(file, ["precision.compute=bf16"], capsys)
+
+
+def test_a_run_says_how_many_samples_its_data_has(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each target is the next token. Windows lie within what is cut into samples."""
+    tokens = IndexedDataset(file.parent / "data/text").num_tokens
+    length = 16
+    tiled = said_first(file, ["data.held_out=0", f"train.seq_length={length}"], capsys)
+    samples = (tokens - 1) // length
+    assert f"{samples:,} samples an epoch\n" in tiled
+    keys = ["data.held_out=0", f"train.seq_length={length}", "data.windows=random"]
+    drawn = said_first(file, keys, capsys)
+    windows = samples * length - length + 1
+    assert f"{windows:,} windows to draw samples from\n" in drawn
+    assert "an epoch" not in drawn
+
+
+def test_kernels_are_named_without_memory_for_what_they_compute(file: Path) -> None:
+    """Each of query, key and value would take 70 TB."""
+    many = 1 << 20
+    sizes = {"train.micro_batch": many, "train.global_batch": many, "train.seq_length": many}
+    config = resolve_run(file, [f"{key}={size}" for key, size in sizes.items()])
+    (line,) = kernel_lines(config, config.model, "cpu", {})
+    assert line.startswith("attention  ")
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from tests.published import (
     transformers,
     written,
 )
-from tests.refusals import sentence
-from tests.runs import losses, train
+from tests.refusals import raises, sentence
+from tests.runs import losses, train, write_run
 from tools.cli import main
 from tools.config.resolved_run import resolve_run
-from tools.training.corpus import open_corpus
+from tools.training.corpus import open_corpus, requested_begin_token
 
 FAMILIES = [name for name in CASES if "kv1" not in name]
 
@@ -139,6 +139,19 @@ def test_a_run_is_resumed_with_the_begin_token_that_it_had(
     assert open_corpus(resolve_run(without)).begin_token == BOS
     assert train(without, "train.steps=3", "data.begin=none") == 2
     assert f'data.begin: {BOS} -> "none"' in capsys.readouterr().err
+
+
+def test_a_run_that_leaves_the_begin_token_open_has_that_of_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    file = write_run(tmp_path)
+    assert requested_begin_token(resolve_run(file)) is None
+    assert train(file, "model.layers=1", "train.steps=1", "data.begin=7") == 0
+    assert requested_begin_token(resolve_run(file)) == 7
+    assert requested_begin_token(resolve_run(file, ["data.begin=none"])) is None
+    assert requested_begin_token(resolve_run(file, ["data.begin=8"])) == 8
+    with raises("training.begin_token", begin=330, ids=330):
+        open_corpus(resolve_run(file, ["data.begin=330"]))
 
 
 def test_a_run_whose_documents_do_not_end_is_evaluated_without_a_token_that_it_never_saw(

@@ -512,6 +512,23 @@ def test_a_warm_up_that_goes_on_as_before_is_no_jump(
     assert "the learning rate jumps" not in capsys.readouterr().out
 
 
+def test_the_event_of_a_resume_tells_changes_and_notes_apart(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As their lines do."""
+    edit_index(checkpoint(run, 3), lambda index: index.pop("data"))
+    capsys.readouterr()
+    assert train(file, OWN, f"train.folder={run}", "train.steps=4", "lr.peak=1e-1") == 0
+    said = capsys.readouterr().out.splitlines()
+    (event,) = read_events(run, "resume")
+    changes, notes = (
+        [line[11:] for line in said if line.startswith(f"{word} ")] for word in ("changed", "note")
+    )
+    assert event["changed"] == changes
+    assert any("keeps no record" in note for note in event["notes"])
+    assert set(event["notes"]) <= set(notes), "others are not of the resume"
+
+
 @pytest.mark.slow
 def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_changed(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

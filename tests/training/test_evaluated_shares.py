@@ -1,5 +1,7 @@
-"""Which samples of an evaluated batch count, and what a sentinel may expect of a device."""
+"""Which samples of an evaluated batch count, and what a sentinel checks and may expect of a device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,3 +65,35 @@ def test_a_sentinel_expects_the_same_bits_of_our_own_models_on_a_cpu_alone(
     )
     SentinelChecks(engine, config)
     assert made == [exact]
+
+
+@pytest.mark.parametrize(("every", "checked"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (0, [])])
+def test_a_sentinel_checks_each_so_many_steps_and_no_other_is_called_clean(
+    every: int, checked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[int] = []
+
+    class Looking:
+        recomputes = True
+
+        def __init__(self, *given: object) -> None:
+            pass
+
+        @contextmanager
+        def checking(self, number: int, share_of: object) -> Iterator[None]:
+            yield
+            looked_at.append(number + 1)
+
+    monkeypatch.setattr(step_records.optional_parts, "Sentinel", Looking)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(factory=""), train=SimpleNamespace(sentinel=every)
+    )
+    checks = SentinelChecks(engine, config)
+    clean: list[int] = []
+    for step in range(1, 8):
+        with checks.checking(step - 1, lambda replica: pytest.fail("not asked for")):
+            pass
+        if checks.note_clean(step) == {"sentinel": "clean"}:
+            clean.append(step)
+    assert looked_at == clean == checked

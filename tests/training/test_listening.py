@@ -11,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from parallel.local_store import LONGEST_PATH, STORE, LocalStore, served_store
+from parallel.loopback import ONE_MACHINE, within_machine
 from tests.runs import write_run
 from tests.strangers import as_nobody
 
@@ -97,6 +99,31 @@ def connected(address: tuple[str, int]) -> str:
         connection.settimeout(0.3)
         connection.connect(address)
         return "connected"
+
+
+@pytest.mark.parametrize("started_by", ["us", "a launcher on one machine", "one on several"])
+def test_loopback_is_asked_for_where_all_ranks_are_on_one_machine_and_only_until_they_are_joined(
+    started_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher of another's may have chosen an interface, which then counts."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    own = {"GLOO_SOCKET_IFNAME": "a_cluster_has_it0"}
+    expected = {"us": loopback, "a launcher on one machine": loopback | own, "one on several": own}
+    for name in loopback:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    store: dist.Store = dist.HashStore()
+    if started_by != "us":
+        store = dist.PrefixStore("ranks", store)
+        store.set(ONE_MACHINE, "yes" if "one machine" in started_by else "no")
+
+    def asked_for() -> dict[str, str]:
+        return {name: os.environ[name] for name in loopback if name in os.environ}
+
+    with within_machine(store):
+        assert asked_for() == expected[started_by]
+    assert asked_for() == own
 
 
 @pytest.mark.slow

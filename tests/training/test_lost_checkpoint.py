@@ -137,6 +137,7 @@ def test_the_newest_is_taken_beside_an_older_one_that_is_damaged_and_that_one_is
 ) -> None:
     older = saved(tmp_path, 1)
     newer = saved(tmp_path, 2)
+    assert damaged_beside(newer) == []
     unlink(older)
     assert latest(tmp_path) == newer
     why = "is damaged: it has no checkpoint.json: it is not used, and stays"

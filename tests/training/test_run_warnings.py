@@ -49,6 +49,23 @@ def test_keys_that_are_surely_not_meant_are_named(
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ([], ""),
+        (["train.eval_samples=1000"], "train.eval_samples = 1000 asks for 1,000 samples"),
+        (["train.eval_batches=200"], "train.eval_batches = 200 of train.global_batch = 8 asks for"),
+    ],
+)
+def test_an_evaluation_of_more_samples_than_there_are_is_named(
+    asked: list[str], words: str, run_file: Path
+) -> None:
+    config = load_run(run_file, ["train.eval_every=3", *asked])
+    found = [*run_warnings(config, open_corpus(config), 1, "cpu")]
+    assert len(found) == len(asked)
+    assert all(line.startswith(words) and "the held-out text has" in line for line in found)
+
+
 NVFP4 = ["fp8.kind=nvfp4", "precision.compute=bf16"]
 DELAYED = ["fp8.kind=delayed", "precision.compute=bf16", "train.steps=6"]
 

@@ -90,6 +90,20 @@ def test_a_spike_that_is_noted_is_applied_as_if_nobody_had_looked(
     assert not read_events(tmp_path / "ignore", "spike")
 
 
+@pytest.mark.parametrize(("on_spike", "told"), [("note", [5]), ("skip", [5, 6, 7])])
+def test_of_spikes_in_a_row_that_are_applied_the_first_is_told_and_of_skipped_ones_each(
+    on_spike: str, told: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spikes_from_the_fifth_on(self: SpikeMonitor, tokens: int) -> StepLimits:
+        has_four = len(self.state_dict()["losses"]) >= 4
+        return StepLimits(loss=0.5) if has_four else NO_LIMITS
+
+    monkeypatch.setattr(SpikeMonitor, "limits", spikes_from_the_fifth_on)
+    file = write_run(tmp_path)
+    assert train(file, f"train.on_spike={on_spike}", "train.steps=7", "model.layers=1") == 0
+    assert [event["step"] for event in read_events(tmp_path / "run", "spike")] == told
+
+
 def test_a_checkpoint_without_the_rules_state_begins_with_an_empty_one_and_a_damaged_one_is_refused(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint import atomic as checkpoint_folder
 from megaprec.checkpoint import saving as checkpoint_state
 from megaprec.checkpoint import shard_file as checkpoint_file
+from megaprec.diagnose.position import Phase, Position
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
 from megaprec.text.training import train_sentencepiece
@@ -129,6 +130,24 @@ def test_another_layout_trains_and_evaluates_the_same_steps(
         data=2,
     )
     assert_close(steps(other), steps(exact)[:2], 1e-10)
+
+
+def test_a_rank_tells_the_phases_of_its_run_in_their_order(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the preparation of the data may take as long as it takes, and no other."""
+    entered: list[Phase] = []
+    enter = Position.enter
+
+    def noted(position: Position, phase: Phase, *step: int) -> None:
+        entered.append(phase)
+        enter(position, phase, *step)
+
+    monkeypatch.setattr(Position, "enter", noted)
+    words = ("train.steps=1", "train.eval_every=1", "checkpoint.every=1")
+    assert train(run_file, f"train.folder={tmp_path}/run", *words) == 0
+    phases = [Phase.PREPARATION, Phase.LOADING, Phase.STEP, Phase.EVALUATION, Phase.SAVE]
+    assert list(dict.fromkeys(entered)) == phases
 
 
 def test_evaluation_comes_when_it_is_due_and_changes_nothing(

@@ -7,6 +7,7 @@ layout would be trained wrongly, and nothing else would tell.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -207,9 +208,8 @@ def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
             is_moved = span.trained or trained  # else they stay together
             if is_moved and before is not None and span.start < before.stop:
                 raise UserError(_sharing(before, span))
-        before = furthest.setdefault((span.device, span.trained), span)
-        if span.stop > before.stop:
-            furthest[span.device, span.trained] = span
+        kind = (span.device, span.trained)
+        furthest[kind] = max(furthest.get(kind, span), span, key=attrgetter("stop"))
 
 
 def _sharing(first: _MemorySpan, second: _MemorySpan) -> Problem:

@@ -378,6 +378,16 @@ def test_a_shorter_last_group_would_hang_and_so_groups_are_made_alike() -> None:
     check(interleaved(6, 8, 2))
 
 
+@pytest.mark.parametrize(("ranks", "microbatches", "group"), [(2, 4, 2), (2, 5, 3), (4, 9, 5)])
+def test_ranks_warm_up_for_the_largest_group(ranks: int, microbatches: int, group: int) -> None:
+    """Two forwards for each rank behind, and a group for each further chunk, as in Megatron-LM."""
+    chunks = 2
+    for rank, program in enumerate(interleaved(ranks, microbatches, chunks).programs):
+        computed = [i.op for i in program if i.op in (Op.FORWARD, Op.BACKWARD)]
+        # the last forward before the first backward is that of the steady part
+        assert computed.index(Op.BACKWARD) - 1 == 2 * (ranks - 1 - rank) + (chunks - 1) * group
+
+
 def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anything_is_built() -> (
     None
 ):

@@ -222,6 +222,34 @@ def test_a_deadlock_is_drawn() -> None:
     )
 
 
+def test_what_is_sent_before_it_is_computed_is_refused() -> None:
+    second = "rA1.0 F1.0 B1.0 sG1.0 R1"
+    with pytest.raises(UserError, match=r"sA0\.0 comes before F0\.0"):
+        check(placed((0, 1), "sA0.0 F0.0 rG0.0 B0.0 R0", second))
+    with pytest.raises(UserError, match=r"sG1\.0 comes before B1\.0"):
+        check(placed((0, 1), "F0.0 sA0.0 rG0.0 B0.0 R0", "rA1.0 F1.0 sG1.0 B1.0 R1"))
+
+
+def test_a_stage_goes_back_after_the_next_one_on_its_rank() -> None:
+    with pytest.raises(UserError, match=r"B0\.0 comes before B1\.0"):
+        check(placed((0, 0), "F0.0 F1.0 B0.0 B1.0 R1 R0"))
+
+
+def test_a_rank_waits_while_as_many_sends_are_under_way_as_may_be() -> None:
+    """One: the second activation is sent when the first one is received, after a forward of 10
+    seconds; all others take one."""
+    first = "F0.0 sA0.0 F0.1 sA0.1 F0.2"
+    second = "F2.0 rA1.0 F1.0 rA1.1 F1.1"
+    spans = simulate(
+        placed((0, 1, 1), first, second),
+        cost=lambda i: {Op.FORWARD: 10.0 if i.stage == 2 else 1.0}.get(i.op, 0.0),
+        communicator=lambda message: "one",
+        sends=1,
+    )
+    starts = {str(span.instruction): span.start for span in spans}
+    assert [starts[f"F0.{number}"] for number in range(3)] == [0.0, 1.0, 10.0]
+
+
 def test_receives_in_another_order_than_the_sends_are_refused() -> None:
     s = forward_only(gpipe(2, 2))
     swapped = replace(s, programs=(s.programs[0], program("rA1.1 F1.1 rA1.0 F1.0")))

@@ -2,17 +2,19 @@
 
 Exit codes: 0 success; 1 a fault of megaprec, or runs that differ in `parity` or `prove`; 2 wrong
 input, or a file that cannot be read or written (a line for each problem); 3 training stopped itself
-because of skipped steps, with its state saved; 128 + signal: stopped by a signal.
+because of skipped steps, with its state saved; 128 + signal: stopped by a signal, SIGPIPE where the
+reader of the output has gone.
 """
 
 import argparse
 import os
 import platform
 import re
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -96,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if prints_own_failure():
             print("interrupted", file=sys.stderr)
@@ -129,14 +131,24 @@ def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
 
 def _print_error(error: Exception, args: argparse.Namespace) -> None:
     """Print an error on stderr; for `--json` also as the one JSON document on stdout."""
-    problems = error.problems if isinstance(error, UserError) else (Problem(str(error)),)
+    problems = _problems_of(error)
     print(*problems, sep="\n", file=sys.stderr)
     if getattr(args, "json", False):
-        errors = [
-            {"code": problem.code, "message": str(problem), "fields": problem.fields}
-            for problem in problems
-        ]
-        print(to_json({"errors": errors}))
+        _print_document(problems)
+
+
+def _problems_of(error: Exception) -> Iterable[Problem]:
+    lines = error.problems if isinstance(error, UserError) else (str(error),)
+    return [line if isinstance(line, Problem) else Problem(line) for line in lines]
+
+
+def _print_document(problems: Iterable[Problem]) -> None:
+    """Print problems as the one JSON document of a command on stdout."""
+    errors = [
+        {"code": problem.code, "message": str(problem), "fields": problem.fields}
+        for problem in problems
+    ]
+    print(to_json({"errors": errors}))
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:
@@ -176,6 +188,9 @@ class _Parser(argparse.ArgumentParser):
         error = UserError(message + _hint_at_dashes(message))
         if _tell_program(error):
             self.exit(2)
+        # what is wrong may stand before it
+        if "--json" in sys.argv:
+            _print_document(_problems_of(error))
         super().error(str(error))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

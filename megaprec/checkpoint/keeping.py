@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from megaprec.checkpoint.atomic import (
 from megaprec.checkpoint.digests import INDEX_DIGEST
 from megaprec.checkpoint.object_store import (
     append_object_line,
+    is_object,
     pieces_of,
     read_file,
     size_of_object,
@@ -217,19 +219,66 @@ def _identity(path: Path) -> Identity:
     return step_of(path), _stored_digest_of_index(path / INDEX)
 
 
+def damage_of_record(folder: Path) -> tuple[str, list[int]]:
+    """Return the reason why the record of saves in `folder` cannot be read, empty if it can, and
+    the numbers of its lines that are none of a save, counted from 1."""
+    try:
+        lines = _record_lines(folder)
+    except OSError as error:
+        return file_error(error), []
+    damaged: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and _parse_save(line) is None:
+            damaged.append(number)
+    return "", damaged
+
+
 def _read_records(folder: Path) -> dict[Identity, dict[str, float]]:
     """Return the losses of each save that is recorded; a line that is damaged is as none."""
     records: dict[Identity, dict[str, float]] = {}
-    try:
-        lines = read_file(folder / RECORD).splitlines()
-    except OSError:
-        return records
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
-            record = parse_json(line)
-            losses = {name: float(loss) for name, loss in record.get(LOSSES, {}).items()}
-            records[record["step"], record[INDEX_DIGEST]] = losses
+    with suppress(OSError):
+        for line in _record_lines(folder):
+            save = _parse_save(line)
+            if save is not None:
+                identity, losses = save
+                records[identity] = losses
     return records
+
+
+def _record_lines(folder: Path) -> list[bytes]:
+    """Return the lines of the folder's record; none if there is no record. Raises OSError."""
+    path = folder / RECORD
+    if is_remote(folder):
+        return read_file(path).split(b"\n") if is_object(path) else []
+    try:
+        return read_file(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+
+
+def _parse_save(line: bytes) -> tuple[Identity, dict[str, float]] | None:
+    """Return the identity of the save that a line records, and its losses; None if the line is
+    damaged."""
+    try:
+        record = parse_json(line)
+    except ValueError:  # not UTF-8 is a ValueError too
+        return None
+    if not isinstance(record, dict):
+        return None
+    step, digest, losses = (record.get(key) for key in ("step", INDEX_DIGEST, LOSSES))
+    if LOSSES not in record:
+        losses = {}
+    # not isinstance: true is no number
+    if type(step) is not int or not isinstance(digest, str) or not isinstance(losses, dict):
+        return None
+    if not all(_is_loss(loss) for loss in losses.values()):
+        return None
+    return (step, digest), {name: float(loss) for name, loss in losses.items()}
+
+
+def _is_loss(value: Any) -> bool:
+    # an integer may be too large for a float
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _stored_digest_of_index(index: Path) -> str:

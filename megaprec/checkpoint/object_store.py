@@ -242,8 +242,11 @@ def send(here: Path, path: Path) -> None:
 
 
 def append_object_line(path: Path, line: str, most: int) -> None:
-    """Append a line to an object, which is written anew. Raises PlaceError."""
+    """Append a line to an object, which is written anew; an unfinished line of it is ended first.
+    Raises PlaceError."""
     content = read_object(path, most) if is_object(path) else b""
+    if content and not content.endswith(b"\n"):
+        content += b"\n"
     write_object(path, [content, f"{line}\n".encode()])
 
 

@@ -1,6 +1,7 @@
 """A save removes older checkpoints that saves into its folder have made, as far as it may, and
 nothing else."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaprec import save
-from megaprec.checkpoint.keeping import RECORD, Keep, best_made_here
+from megaprec.checkpoint.keeping import RECORD, Keep, best_made_here, damage_of_record
 from megaprec.checkpoint.saving import Saving
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import names, saved, small
@@ -152,6 +153,41 @@ def test_a_line_of_the_record_that_is_torn_costs_nothing_but_its_own_removal(
     for step in (2, 3, 4):
         saved(tmp_path, step, keep=1)
     assert steps_in(tmp_path) == [1, 4]
+
+
+NO_SAVES = (
+    b"{", b"5", b"\xff\xfe", b"{}", b"null", b"[" * 100_000, b"\x00",
+    b'{"step": 1}', b'{"step": true, "digest": "a"}', b'{"step": 1.0, "digest": "a"}',
+    b'{"step": 1, "digest": 5}', b'{"step": 1, "digest": "a", "losses": null}',
+    b'{"step": 1, "digest": "a", "losses": {"eval_loss": "1"}}',
+    b'{"step": 1, "digest": "a", "losses": {"eval_loss": true}}',
+    b'{"step": 1, "digest": "a", "losses": {"eval_loss": NaN}}',
+    b'{"step": 1, "digest": "a", "losses": {"eval_loss": -Infinity}}',
+)  # fmt: skip
+
+
+def test_each_line_that_is_no_record_of_a_save_is_found_and_counts_for_nothing(
+    tmp_path: Path,
+) -> None:
+    optimizer = small()
+    for step, loss in ((1, 2.0), (2, 1.0)):
+        Saving(tmp_path, step, optimizer, {}, Keep(2), losses={"eval_loss": loss}).finish()
+    assert damage_of_record(tmp_path) == ("", [])
+    record = tmp_path / RECORD
+    digest = json.loads(record.read_bytes().splitlines()[1])["digest"].encode()
+    odd = [line.replace(b'"a"', b'"' + digest + b'"') for line in NO_SAVES]
+    good = record.read_bytes().splitlines()
+    record.write_bytes(b"\n".join([good[0], *odd, b"", good[1], b""]))
+    assert damage_of_record(tmp_path) == ("", [*range(2, 2 + len(odd))])
+    best = best_made_here(tmp_path, {"eval_loss": 1.0})
+    assert best is not None and (best.path.name, best.loss) == ("step_00000002", 1.0)
+
+
+def test_a_record_that_cannot_be_read_is_told_and_a_missing_one_is_none(tmp_path: Path) -> None:
+    assert damage_of_record(tmp_path) == ("", [])
+    (tmp_path / RECORD).mkdir()
+    problem, lines = damage_of_record(tmp_path)
+    assert RECORD in problem and not lines
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "none", None])

@@ -20,7 +20,7 @@ from megaprec import load, save
 from megaprec.checkpoint import object_store
 from megaprec.checkpoint.atomic import INDEX, checkpoint_path, latest
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.keeping import RECORD, Keep, best_made_here
+from megaprec.checkpoint.keeping import RECORD, Keep, best_made_here, damage_of_record
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.saving import Saving
 from megaprec.errors import UserError
@@ -257,6 +257,17 @@ def test_a_changed_byte_is_named(memory: Path) -> None:
     object_store.write_object(file, [bytes(content)])
     with raises("checkpoint.digest_differs_newest"):
         load(path, small())
+
+
+def test_a_line_that_is_torn_at_a_url_costs_the_record_of_no_other_save(memory: Path) -> None:
+    saved(memory, step=1)
+    record = memory / RECORD
+    torn = object_store.read_object(record, 1 << 20)[:-30]
+    object_store.write_object(record, [torn])
+    for step in (2, 3):
+        saved(memory, step=step, keep=1)
+    assert damage_of_record(memory) == ("", [1])
+    assert names_at(memory) == sorted([*whole(1), *whole(3)])
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,27 @@ def test_every_command_prints_one_document_or_no_table() -> None:
     assert without <= WITHOUT
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--json", "--ranks=many", "run.toml"],
+        ["generate", "folder", "--prompt=x", "--seed", "9" * 30, "--json"],
+        ["inspect", "--json", "--nothing", "folder"],
+        ["inspect", "", "--json"],
+    ],
+)
+def test_a_wrong_argument_is_one_document_too(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["megaprec", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    (error,) = json.loads(printed.out)["errors"]
+    assert printed.err.endswith(f"error: {error['message']}\n")
+
+
 SLOW = ("parity", "prove", "doctor", "calibrate")  # they start ranks
 TABLES = [name for name in PARSERS if name not in WITHOUT]
 

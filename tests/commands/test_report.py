@@ -255,7 +255,10 @@ def test_damaged_files_beside_the_records_end_nothing(
         (run / name).write_bytes(content)
     (run / "last_end").mkdir()
     (run / "last_end" / "rank-00000.json").write_bytes(content)
-    require_alone(made(run, tmp_path / "a.html"))
+    page = made(run, tmp_path / "a.html")
+    require_alone(page)
+    for name in ("parity.json", "prove.json"):
+        assert f"{name} is not a certificate." in page
 
 
 @pytest.mark.parametrize("name", ["parity.json", "prove.json"])

@@ -132,6 +132,12 @@ def test_a_command_whose_reader_has_gone_still_meets_a_broken_pipe(left: int) ->
     assert said(program, left) == "broken\n"
 
 
+def test_a_command_whose_reader_has_gone_ends_as_by_the_signal_of_a_broken_pipe(left: int) -> None:
+    command = [sys.executable, "-m", "megaprec", "keys"]
+    ended = subprocess.run(command, stdout=left, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_a_closed_output_is_no_error_and_no_file_takes_its_place() -> None:
     def program() -> None:
         print("nowhere", flush=True)

@@ -121,12 +121,12 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             sentence(
                 "convert.hf_not_expressible",
                 own_kind="deepseek_v2",
-                remedies="norm_topk = True: False would do",
+                remedies="norm_topk = true: false would do",
             ),
         ),
         (
             {"family": "gpt2", "bias": True, "norm_bias": False},
-            re.escape("norm_bias = False: True would do"),
+            re.escape("norm_bias = false: true would do"),
         ),
         (
             {"family": "glm4_moe", "experts": 4, "shared_experts": 70},
@@ -135,7 +135,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
         (
             {"family": "deepseek_v2", "shared_experts": 24, "norm_topk": False, **LATENT}
             | {"dense_layers": (1,)},
-            re.escape("dense_layers = (1,): () would do"),
+            re.escape("dense_layers = [1]: [] would do"),
         ),
         (
             {"family": "qwen3", "attention_softcap": 3.0, "final_softcap": 2.0, "rope_base": 5e5},
@@ -144,8 +144,14 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             ),
         ),
         (
+            {"family": "llama", "rope_scaling": {"kind": "proportional", "fraction": 0.5}},
+            re.escape(
+                'llama cannot say rope_scaling = {kind = "proportional", fraction = 0.5}: {} would do'
+            ),
+        ),
+        (
             {"family": "llama", "norm": "layer", "attention_softcap": 3.0},
-            sentence("convert.hf_no_family", settings="norm = layer, attention_softcap = 3.0"),
+            sentence("convert.hf_no_family", settings='norm = "layer", attention_softcap = 3.0'),
         ),
     ],
 )

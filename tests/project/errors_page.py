@@ -24,7 +24,7 @@ without a code, `""`, has none yet. Words in braces are fields.
 | 2 | bad input, or a file or machine that does not do what the command needs: one line for each problem; nothing was begun, or the run stopped; `prove`, `mup-check`, `bisect` and `doctor`: it could not be tried |
 | 3 | a training run ended itself: the loss is lost, or a rank computes wrongly |
 | 4 | `plan`: the run does not fit its devices, or with `--ranks` no layout does |
-| 128 + n | signal n ended the command; 130 is Ctrl-C, 143 SIGTERM |
+| 128 + n | signal n ended the command; 130 is Ctrl-C, 143 SIGTERM, 141 a reader of the output that has gone |
 """
 
 

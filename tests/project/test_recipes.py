@@ -143,6 +143,27 @@ def test_what_a_recipe_reaches_is_not_said_of_another_text(
     assert f"reaches with the recipe's own text: {recipe.notes['reaches']}" in printed
 
 
+@pytest.mark.parametrize(
+    "name", [recipe.name for recipe in RECIPES if "\nsource = " in recipe.content]
+)
+def test_comments_beside_another_text_say_what_is_of_the_recipes_own(
+    name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    assert main(["init", "--recipe", name, "my\n\x07text", "-o", str(file)]) == 0
+    assert load_run(file).data.source == "my\n\x07text"
+    written = file.read_text().splitlines()
+    for line in read_recipe(name).content.splitlines():
+        if line.startswith("# text: "):
+            own = line.removeprefix("# text: ")
+            assert f'# text: "my\\n\\u0007text", in place of the recipe\'s: {own}' in written
+        elif line.startswith("# reaches: "):
+            own = line.removeprefix("# reaches: ")
+            assert f"# reaches: with the recipe's own text: {own}" in written
+        elif line.startswith("#"):
+            assert line in written
+
+
 def test_another_text_of_characters_decides_the_vocabulary(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     assert main(["init", "--recipe", "shakespeare", "my.txt", "-o", str(file)]) == 0

@@ -227,6 +227,7 @@ def test_an_origin_that_does_not_fit_is_refused_in_one_line_and_nothing_is_writt
     said = capfd.readouterr()
     (line,) = said.err.splitlines()
     assert shows(line, code), line
+    assert "move it away" not in line, "the run would find no origin then"
     assert not said.out
     assert not run.exists()
     assert contents(tmp_path) | contents(first) == before

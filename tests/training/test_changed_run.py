@@ -572,6 +572,54 @@ def test_a_rule_whose_numbers_the_checkpoint_lacks_is_refused_before_the_run_beg
     assert "resumed" not in said.out
 
 
+@pytest.mark.parametrize(
+    ("keys", "used", "unused"),
+    [
+        (["optimizer.name=lion"], "exp_avg", "exp_avg_sq"),
+        (
+            ["optimizer.name=sgd", "optimizer.options={momentum = 0.0}"],
+            "no state",
+            "exp_avg and exp_avg_sq",
+        ),
+    ],
+)
+def test_state_of_another_rule_that_a_run_does_not_go_on_with_is_told(
+    keys: list[str],
+    used: str,
+    unused: str,
+    file: Path,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    assert train(file, OWN, f"train.folder={run}", *keys) == 0
+    name = keys[0].partition("=")[2]
+    note = (
+        f'note       optimizer.name = "{name}" goes on with {used} of {checkpoint(run, 3)}, and '
+        f"leaves out {unused}"
+    )
+    assert note in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_run_whose_checkpoints_are_in_another_folder_does_not_begin_anew(
+    branches: bool, file: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    keys = [OWN, f"train.folder={run}"]
+    if branches:
+        keys.append(f"train.branch_from={file.parent / 'run'}")
+    elsewhere = f"checkpoint.folder={tmp_path / 'elsewhere'}"
+    assert train(file, *keys, elsewhere) == 2
+    assert shows(capfd.readouterr().err, "training.former_checkpoint", path=checkpoint(run, 3))
+    assert content == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    # and back: what the run file of the folder names is looked at
+    assert train(file, OWN, f"train.folder={tmp_path / 'other'}", elsewhere, "train.steps=3") == 0
+    assert train(file, OWN, f"train.folder={tmp_path / 'other'}") == 2
+    former = f'checkpoint.folder = "{tmp_path / "elsewhere"}"'
+    assert shows(capfd.readouterr().err, "training.former_checkpoint", former=former)
+
+
 @pytest.mark.slow
 def test_first_weights_that_a_resumed_run_does_not_use_are_told(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str]

@@ -1,11 +1,13 @@
 """A run says what its saves will delete, and deletes nothing else; imports keep what the other
 system keeps."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from megaprec.checkpoint.keeping import RECORD
 from tests.checkpoint.test_keeping import steps_in
 from tests.importing.test_import import BASE, refused, run_of
 from tests.refusals import shows
@@ -76,6 +78,33 @@ def test_a_run_that_will_delete_nothing_says_nothing(
     assert kept_lines(capsys.readouterr().out) == said
     first = checkpoint(tmp_path, 1).exists()
     assert first == (not said and keys != ("checkpoint.every=0",))
+
+
+def test_a_damaged_line_of_the_record_of_saves_is_named_by_all_who_read_it(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    keys = [*QUICK, f"train.folder={run}"]
+    best = ["checkpoint.keep_best=eval_loss", "train.eval_every=1", "train.eval_batches=1"]
+    assert train(file, *keys, *best, "train.steps=3") == 0
+    record = run / "checkpoints" / RECORD
+    record.write_bytes(b"{\n" + record.read_bytes())
+    note = (
+        f"{record}: line 1 is no record of a save: kept, not used; a checkpoint without a record "
+        "is never removed, and never the best"
+    )
+    for command in (
+        ["inspect", str(run), "--json"],
+        ["report", str(run), "-o", str(tmp_path / "page.html")],
+    ):
+        capsys.readouterr()
+        assert main(command) == 0
+        if command[0] == "inspect":
+            assert note in json.loads(capsys.readouterr().out)["notes"]
+    assert note in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
+    assert train(file, *keys, *best, "train.steps=4") == 0
+    assert capsys.readouterr().out.count(f"note       {note}\n") == 1
 
 
 def evaluated(run: Path) -> dict[int, float]:

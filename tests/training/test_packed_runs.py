@@ -2,6 +2,7 @@
 over to them only where that is asked for."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,24 @@ def test_a_step_says_how_many_of_its_tokens_are_padding(file: Path, tmp_path: Pa
     tiled = (*QUICK, "data.pack=none", "train.steps=1", f"train.folder={tmp_path / 'run'}")
     assert train(file, *tiled) == 0
     assert "padding" not in steps(tmp_path / "run")[0]
+
+
+def test_notes_on_a_data_set_of_a_blend_call_it_by_its_source(file: Path, tmp_path: Path) -> None:
+    row = {"prompt": "the model learns", "completion": "to say what"}
+    sources = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
+    for source in sources:
+        source.write_text(f"{json.dumps(row)}\n" * 60)
+    blend = ", ".join(f'{{source = "{source}", weight = 1}}' for source in sources)
+    keys = ["data.pack=best_fit", f"data.blend=[{blend}]", "data.chat_template=plain"]
+    keys += ["data.tokenizer=characters", "model.vocab=0", f"data.cache={tmp_path / 'cache'}"]
+    keys.append(f"train.folder={tmp_path / 'run'}")
+    blended = tmp_path / "blend.toml"
+    blended.write_text(re.sub(r"^source = .*\n", "", file.read_text(), flags=re.MULTILINE))
+    notes = open_corpus(load_run(blended, keys)).notes
+    for source in sources:
+        about = [note for note in notes if f" of {source} " in note]
+        assert len(about) == 2, "what counts in the loss, and what packing does"
+    assert not any("cache" in note for note in notes)
 
 
 def test_a_step_of_a_blend_has_the_padding_of_its_samples_of_each_data_set(file: Path) -> None:

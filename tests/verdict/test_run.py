@@ -4,6 +4,7 @@ of the same numbers."""
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +20,14 @@ from tools.analysis.plots.training_plot import pictures
 from tools.analysis.verdict.trend import Kind
 from tools.analysis.verdict.verdict import read_verdict
 from tools.config.run_file import load_run
-from tools.journal.records import read_evaluations, read_events, read_metrics
+from tools.journal.records import (
+    EVALUATIONS,
+    EVENTS,
+    METRICS,
+    read_evaluations,
+    read_events,
+    read_metrics,
+)
 from tools.journal.yardsticks import YARDSTICKS, read_yardsticks
 from tools.training.corpus import open_run_data
 
@@ -124,6 +132,21 @@ def test_yardsticks_are_lines_of_the_chart_and_are_made_once(run: Path) -> None:
     assert train(run.parent / "my.toml", *KEYS) == 0
     assert read_yardsticks(run) == sizes
     assert (run / YARDSTICKS).stat().st_mtime_ns > made
+
+
+@pytest.mark.parametrize("name", [METRICS, EVENTS, EVALUATIONS])
+def test_lines_that_are_no_records_are_named_by_all_who_judge(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / name).write_bytes(b"{\n" + (folder / name).read_bytes())
+    note = f"{folder / name}: line 1 is no record: kept, not used"
+    for command in (["evaluate", str(folder)], ["compare", str(folder)]):
+        assert f"note       {note}\n" in said(capsys, *command)
+        assert json.loads(said(capsys, *command, "--json"))["notes"] == [note]
+    said(capsys, "report", str(folder), "-o", str(tmp_path / "page.html"))
+    assert f"Note: {note}" in (tmp_path / "page.html").read_text()
 
 
 def test_a_folder_without_a_held_out_loss_is_refused(

@@ -10,7 +10,7 @@ from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
 from tools.console.json_output import add_json, print_result
 from tools.journal.invariant_records import InvariantFinding, broken_ones, read_findings
-from tools.journal.records import read_all_events, read_metrics
+from tools.journal.records import odd_records, read_all_events, read_metrics
 from tools.training.hangs import EndRecord, read_earlier_records, read_records
 
 
@@ -29,10 +29,14 @@ def main(args: argparse.Namespace) -> int:
     lines = describe(records)
     findings = read_findings(read_all_events(args.folder))
     lines += [f"{'WRONG':10} {line}" for line in broken_ones(findings)]
+    notes = odd_records(args.folder)
+    lines += [f"note       {note}" for note in notes]
     if earlier:
         lines.insert(0, _since(args.folder))
     return print_result(
-        args, lambda: _document(records, bool(earlier), findings), lambda: print(*lines, sep="\n")
+        args,
+        lambda: {**_document(records, bool(earlier), findings), "notes": notes},
+        lambda: print(*lines, sep="\n"),
     )
 
 

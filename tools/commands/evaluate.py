@@ -47,6 +47,7 @@ from tools.console.units import enumerated
 from tools.inference.evaluation import Score, score
 from tools.inference.load import LoadedModel, load_model
 from tools.inference.windows import read_documents
+from tools.journal.records import odd_records
 from tools.training.launch import launch_local
 from tools.training.stopping import note_failure
 
@@ -180,10 +181,12 @@ def _tell_verdict(args: argparse.Namespace) -> int:
     verdict = read_verdict(args.model) if args.model.is_dir() else None
     if verdict is None:
         raise UserError.of("command.no_held_out_loss", model=args.model)
+    notes = odd_records(args.model)
+    shown = [*(f"note       {note}" for note in notes), *lines(verdict)]
     return print_result(
         args,
-        lambda: {"run": str(args.model), **fields(verdict)},
-        lambda: print("\n".join(lines(verdict))),
+        lambda: {"run": str(args.model), **fields(verdict), "notes": notes},
+        lambda: print("\n".join(shown)),
     )
 
 

@@ -1,6 +1,7 @@
 """`megaprec init --recipe NAME [TEXT] [-o run.toml]`: write a run file with published settings.
 
-The file is the recipe as it is, its comments too; a TEXT takes the place of its `data.source`.
+The file is the recipe as it is, its comments too; a TEXT takes the place of its `data.source`, and
+comments say so.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from tools.recipes.recipe import Recipe, read_recipe, recipe_names
 
 _OF_CHARACTERS = 'tokenizer = "characters"'
 _VOCABULARY = re.compile(r"^vocab = \d+\n", re.MULTILINE)
+_NOTE_LINE = re.compile(r"^# (text|reaches): ", re.MULTILINE)
 _SOURCE = re.compile(r'^source = ".*"$', re.MULTILINE)
 
 
@@ -52,31 +54,38 @@ def write_recipe(args: argparse.Namespace) -> int:
 
 def _with_source(recipe: Recipe, source: str) -> str:
     """Return the content of a recipe with another text, whose characters are the vocabulary if they
-    are the tokens. Raises UserError if the recipe has a blend."""
+    are the tokens. Comments say what is of the recipe's own text. Raises UserError if the recipe
+    has a blend."""
     line = f"source = {toml(source)}"
     content, replaced = _SOURCE.subn(lambda _: line, recipe.content)
     if replaced != 1:
         raise UserError.of("command.recipe_blend", recipe=recipe.name)
     if _OF_CHARACTERS in content:
         content = _VOCABULARY.sub("", content)
-    return content
+    # quoted: the path may have characters that no comment may have
+    begins = _beginnings(masked(toml(source)))
+    return _NOTE_LINE.sub(lambda found: found[0] + begins[found[1]], content)
+
+
+def _beginnings(source: str) -> dict[str, str]:
+    """Return what is put before the notes on a recipe's own text, beside another text, `source`."""
+    return {
+        "text": f"{source}, in place of the recipe's: ",
+        "reaches": "with the recipe's own text: ",
+    }
 
 
 def _print_notes(recipe: Recipe, source: str | None) -> None:
     """Print the title of a recipe and what it needs and reaches, which is not said of another text,
     `source`, and of that text if it is not there yet."""
     say(f"recipe     {recipe.title}")
+    begins: dict[str, str] = {}
+    if source is not None:
+        is_there = "" if _may_be_there(source) else " (no such file or folder here yet)"
+        begins = _beginnings(f"{masked(source)}{is_there}")
     for name in ("text", "takes", "reaches"):
-        if name not in recipe.notes:
-            continue
-        note = recipe.notes[name]
-        if source is None or name == "takes":
-            say(f"{name:<11}{note}")
-        elif name == "text":
-            is_there = "" if _may_be_there(source) else " (no such file or folder here yet)"
-            say(f"{name:<11}{masked(source)}{is_there}, in place of the recipe's: {note}")
-        else:
-            say(f"{name:<11}with the recipe's own text: {note}")
+        if name in recipe.notes:
+            say(f"{name:<11}{begins.get(name, '')}{recipe.notes[name]}")
 
 
 def _may_be_there(source: str) -> bool:

@@ -27,6 +27,7 @@ from tools.console.wrapped import INDENT
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
+from tools.saved.save_record import odd_saves
 from tools.saved.train_state import kept_evaluations
 
 ALWAYS_SHOWN = (
@@ -122,7 +123,10 @@ def _document(
 
 
 def _notes(source: Source) -> list[str]:
-    return [*source.facts.notes, *folder_notes(source.path, source.tokenizer)]
+    notes = [*source.facts.notes, *folder_notes(source.path, source.tokenizer)]
+    if source.kind == "megaprec" and (note := odd_saves(source.path.parent)):
+        notes.append(note)
+    return notes
 
 
 def describe(source: Source) -> str:

@@ -207,15 +207,22 @@ def odd_lines(path: Path) -> str:
     problems = list[str]()
     if damaged:
         predicate = "is no record" if len(damaged) == 1 else "are no records"
-        problems.append(f"{_describe_numbers('line', damaged)} {predicate}")
+        problems.append(f"{describe_numbers('line', damaged)} {predicate}")
     if late:
         verb = "is" if len(late) == 1 else "are"
         problems.append(
-            f"{_describe_numbers('line', late)} {verb} of no later step than those before"
+            f"{describe_numbers('line', late)} {verb} of no later step than those before"
         )
     if not problems:
         return ""
     return f"{path}: {', '.join(problems)}: kept, not used"
+
+
+def odd_records(folder: Path) -> list[str]:
+    """Return a note for each file of a run, of those that verdicts are made of, that has lines that
+    are not used."""
+    notes = [odd_lines(folder / name) for name in (METRICS, EVENTS, EVALUATIONS)]
+    return [note for note in notes if note]
 
 
 def lost_steps(path: Path, last_step: int = 0) -> str:
@@ -325,7 +332,7 @@ _HOLDS_LISTS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
 }
 
 
-def _describe_numbers(noun: str, numbers: Sequence[int]) -> str:
+def describe_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers in words: lines 3, 7 to 9 and 12."""
     ranges = list[range]()
     for number in numbers:

@@ -31,6 +31,7 @@ from tools.console.wrapped import say
 from tools.journal.journal import add_event
 from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
 from tools.parts import optional_parts
+from tools.saved.save_record import odd_saves
 from tools.saved.train_state import TrainState, find_checkpoint
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
@@ -352,7 +353,8 @@ def _describe_stages(config: RunConfig, corpus: Corpus) -> str:
 
 
 def deletion_lines(config: RunConfig, steps_done: int) -> Iterator[str]:
-    """Yield a line if saves of the run will delete checkpoints, and one for each that is damaged.
+    """Yield a line if saves of the run will delete checkpoints, and one for each that is damaged
+    and for a damaged record of saves.
 
     steps_done: the number of steps that the run has taken before.
     """
@@ -360,6 +362,8 @@ def deletion_lines(config: RunConfig, steps_done: int) -> Iterator[str]:
     if checkpoints:
         for line in damaged_beside(checkpoints[-1]):
             yield f"note       {line}"
+    if note := odd_saves(config.checkpoint_folder):
+        yield f"note       {note}"
     if steps_done < config.train.steps:
         yield from _keeping_lines(config, steps_done, checkpoints)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.tokens.places import is_remote, path_of
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
@@ -81,4 +81,13 @@ def _of_key(config: RunConfig, error: UserError) -> UserError:
     value = config.train.branch_from
     prefix = f"train.branch_from = {toml(value)}: "
     hint = optional_parts.working_directory_hint(config.origin("train.branch_from"), value)
-    return UserError(*(problem.within(prefix, hint) for problem in error.problems))
+    problems = map(_for_an_origin, error.problems)
+    return UserError(*(problem.within(prefix, hint) for problem in problems))
+
+
+def _for_an_origin(problem: Problem) -> Problem:
+    """Return a problem of a checkpoint with the remedy for one that the run only reads: moved away,
+    it would be missing."""
+    if "remedy" not in problem.fields:
+        return problem
+    return Problem.of(problem.code, **problem.fields | {"remedy": "restore it, or give another"})

@@ -12,6 +12,7 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import read_record
 from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
+from megaprec.url_secrets import masked
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
 from tools.parts import optional_parts
@@ -132,7 +133,10 @@ def _begin_token_notes(
             f"{setting}: this token is put before each document, in evaluation, generation and "
             "export, too"
         )
-    have_it = [str(stream.prefix) for stream in streams if not isinstance(stream, WithBeginTokens)]
+    have_it = list[str]()
+    for name, stream in zip(config.data.sources, streams, strict=True):
+        if not isinstance(stream, WithBeginTokens):
+            have_it.append(masked(name))
     if have_it:
         yield (
             f"{setting}: documents of {', '.join(have_it)} begin after this token already; none "
@@ -143,19 +147,20 @@ def _begin_token_notes(
 def loss_mask_notes(data: Data, parts: Sequence[Samples]) -> Iterator[str]:
     """Yield a note on each data set with a loss mask: which tokens count. parts: the training
     samples of each data set."""
-    for samples in parts:
+    for source, samples in zip(data.sources, parts, strict=True):
+        name = masked(source)
         dataset = samples.dataset
         if not dataset.has_mask:
             continue
         setting = f'data.loss_on = "{data.loss_on}"'
         if data.loss_on == "all":
-            yield f"{setting}: all tokens of {dataset.prefix} count, also those beside its answers"
+            yield f"{setting}: all tokens of {name} count, also those beside its answers"
             continue
         record = read_record(dataset.prefix) or {}
         counted = "the answers"
         if "counted" in record:
             counted = f"{record['counted']:,} of {record['tokens']:,} tokens, the answers,"
-        line = f"{setting}: {counted} of {dataset.prefix} count in the loss"
+        line = f"{setting}: {counted} of {name} count in the loss"
         if without := samples.count_without_target():
             line += f"; {without:,} of {samples.num_different:,} samples hold none of them"
         yield line

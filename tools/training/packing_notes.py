@@ -17,15 +17,14 @@ def packing_notes(config: RunConfig, parts: Sequence[Samples]) -> Iterator[str]:
     """Yield a note on each packed data set: how many of its documents are cut, and how much of its
     samples is padding. parts: the training samples of each data set."""
     seq_length = config.train.seq_length
-    for samples in parts:
+    for name, samples in zip(config.data.sources, parts, strict=True):
         assert isinstance(samples, PackedSamples), "the run packs all of its data sets"
-        dataset = samples.dataset
-        lengths = dataset.document_lengths()
+        lengths = samples.dataset.document_lengths()
         packed = truncations_of_packing(lengths, seq_length, samples.pieces)
         share = packed.padding / (packed.samples * seq_length)
         yield (
             f"data.pack = {toml(config.data.pack)}: {counted(packed.short, 'document')} of "
-            f"{masked(str(dataset.prefix))} whole, {packed.long:,} of more than {seq_length:,} "
+            f"{masked(name)} whole, {packed.long:,} of more than {seq_length:,} "
             f"tokens cut; {counted(packed.samples, 'sample')}, {share:.2%} padding"
         )
 

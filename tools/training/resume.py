@@ -30,6 +30,7 @@ from megaprec.tokens.samples import Samples, training_numbers
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
+from tools.console.units import enumerated
 from tools.journal.records import BRANCHED
 from tools.parts import optional_parts
 from tools.saved.train_state import (
@@ -79,9 +80,11 @@ def check_resumable(
     accepted, of `data_identity.ALLOW`.
     """
     checkpoint = open_start(config)
+    branches = checkpoint is not None and is_branch(config, checkpoint.path)
+    if checkpoint is None or branches:
+        optional_parts.require_no_former_checkpoint(config)
     if checkpoint is None:
         return
-    branches = is_branch(config, checkpoint.path)
     # Ranks that a launcher has started again find the checkpoints of this very run.
     if not branches and not config.checkpoint.resume and not was_restarted():
         raise UserError.of("training.resume_false", path=checkpoint.path)
@@ -225,6 +228,7 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
     for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
     yield from _notes(_unused_origins(config, checkpoint, {_key_of(line) for line in key_lines}))
+    yield from _notes(_unused_state(checkpoint, config))
     if config.fp8.kind != "none" and (kept := optional_parts.kept_format_note(config)):
         yield _Remark("note", kept)
     yield from _notes(_position_notes(checkpoint, config, corpus))
@@ -314,6 +318,22 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     if missing:
         yield Problem.of(
             "training.missing_state", path=checkpoint.path, missing=" and no ".join(missing)
+        )
+
+
+def _unused_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
+    """Yield a note if the checkpoint has state of an update rule that the run's rule does not
+    have."""
+    names = make_rule(config.optimizer).names
+    kinds = dict.fromkeys(key.partition("/")[0] for key in checkpoint.index["tensors"])
+    saved = [kind for kind in kinds if kind not in ("weight", EMA)]
+    unused = [kind for kind in saved if kind not in names]
+    if unused:
+        used = [kind for kind in saved if kind in names]
+        yield (
+            f"optimizer.name = {toml(config.optimizer.name)} goes on with "
+            f"{enumerated(used or ['no state'])} of {checkpoint.path}, and leaves out "
+            f"{enumerated(unused)}"
         )
 
 

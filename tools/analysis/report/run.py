@@ -2,6 +2,7 @@
 someone else."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from tools.journal.records import (
     METRICS,
     lost_steps,
     no_run,
-    odd_lines,
+    odd_records,
     read_lines,
     read_metrics,
 )
@@ -65,9 +66,10 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """Notes on damaged lines of the records, and on steps without one."""
-        metrics = self.folder / METRICS
-        notes = (odd_lines(metrics), odd_lines(self.folder / EVENTS), lost_steps(metrics))
-        return [note for note in notes if note]
+        notes = odd_records(self.folder)
+        if lost := lost_steps(self.folder / METRICS):
+            notes.append(lost)
+        return notes
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind, oldest first."""
@@ -104,15 +106,17 @@ class Run:
         except (UserError, ValueError) as error:  # the report goes on without it
             return str(error)
 
-    def json(self, file_name: str) -> Any:
-        """Return a JSON file of the folder; None if there is none that can be read."""
+    def json(self, file_name: str) -> dict[str, Any] | None:
+        """Return the JSON object in a file of the folder: None if there is no such file, {} if it
+        holds none."""
         path = self.folder / file_name
-        try:
-            if not _is_readable(path):
-                return None
-            return masked_inside(parse_json(read_whole(path)))
-        except (OSError, ValueError):
+        if not os.path.lexists(path):
             return None
+        try:
+            content = parse_json(read_whole(path)) if _is_readable(path) else {}
+        except (OSError, ValueError):
+            return {}
+        return masked_inside(content) if isinstance(content, dict) else {}
 
 
 def _is_readable(path: Path) -> bool:

@@ -57,6 +57,7 @@ from tools.journal.router_records import router_values
 from tools.journal.shadow_records import SHADOW
 from tools.journal.source_records import source_names
 from tools.journal.timeline_file import TIMELINE, read_trace_of
+from tools.saved.save_record import odd_saves
 from tools.training.hangs import read_records
 from tools.verify.parity.certificate import run_digest
 from tools.verify.parity.summary import conclusion, verdict
@@ -177,6 +178,8 @@ def _best_facts(run: Run) -> Iterator[Fact]:
     if best is not None:
         lowest = describe_evaluations(evaluations)
         yield "best checkpoint", f"{best.path.name}, {lowest} {best.loss:.4f}"
+    if note := odd_saves(folder):
+        yield "record of saves", note
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
+from tools.console.toml import toml
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, ConfigKeys, Fields, Json, wrong_value
 from tools.convert.hf.quantized import require_readable
@@ -138,7 +139,7 @@ def model_type_of(model: ModelConfig) -> str:
     if not named:
         # Then no field alone is unusual: what is read back says what is wrong with it.
         from_hugging_face(_config_of_type(own_type, computed))
-    settings = ", ".join(f"{field} = {getattr(computed, field)}" for field in named)
+    settings = ", ".join(f"{field} = {toml(getattr(computed, field))}" for field in named)
     raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_type)
 
 
@@ -216,15 +217,14 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     problems: list[Problem] = []
     for field in differing:
         if field not in without_effect(model):
-            problems.append(
-                Problem.of("convert.hf_field_lost", name=field, value=getattr(model, field))
-            )
+            value = toml(getattr(model, field))
+            problems.append(Problem.of("convert.hf_field_lost", name=field, value=value))
     if problems:
         raise UserError(*problems)
     omitted = []
     for field in differing:
         if field in TRAINING_ONLY_KEYS:
-            omitted.append(f"{field} = {getattr(model, field)}")
+            omitted.append(f"{field} = {toml(getattr(model, field))}")
     return omitted
 
 
@@ -260,7 +260,7 @@ def _remedies(model_type: str, model: ModelConfig) -> list[str]:
                 changes["norm_bias"] = candidate == "layer"
             changed = model.model_copy(update=changes)
             if candidate != value and _unsaid(model_type, changed) == []:
-                remedies.append(f"{field} = {value}: {candidate} would do")
+                remedies.append(f"{field} = {toml(value)}: {toml(candidate)} would do")
                 break
     return remedies
 

@@ -90,4 +90,6 @@ def _for_an_origin(problem: Problem) -> Problem:
     it would be missing."""
     if "remedy" not in problem.fields:
         return problem
-    return Problem.of(problem.code, **problem.fields | {"remedy": "restore it, or give another"})
+    remedy = "restore it, or give another"
+    sentence = problem.replace(problem.fields["remedy"], remedy)
+    return Problem(sentence, problem.code, problem.fields | {"remedy": remedy})

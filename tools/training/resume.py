@@ -79,10 +79,7 @@ def check_resumable(
     corpus: None before the data is open; then only keys are compared. allowed: differences that are
     accepted, of `data_identity.ALLOW`.
     """
-    checkpoint = open_start(config)
-    branches = checkpoint is not None and is_branch(config, checkpoint.path)
-    if checkpoint is None or branches:
-        optional_parts.require_no_former_checkpoint(config)
+    checkpoint, branches = _checked_start(config)
     if checkpoint is None:
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
@@ -113,6 +110,16 @@ def check_resumable(
     if refused:
         flags = allow_flags(refused)
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
+
+
+def _checked_start(config: RunConfig) -> tuple[Store | None, bool]:
+    """Return the checkpoint that the run goes on from, and whether it is another run's. Raises
+    UserError if the run would leave its own ones in a former folder."""
+    checkpoint = open_start(config)
+    branches = checkpoint is not None and is_branch(config, checkpoint.path)
+    if checkpoint is None or branches:
+        optional_parts.require_no_former_checkpoint(config)
+    return checkpoint, branches
 
 
 def _require_name_of_step(config: RunConfig, path: Path, step: int) -> None:

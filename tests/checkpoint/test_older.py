@@ -19,6 +19,8 @@ VERSIONS = sorted(folder.name for folder in OLDER.iterdir())
 WITHOUT_DIGEST = ("2026-11-22", "2026-11-24")  # versions that note none of a text
 # The norm is summed in another order since.
 NORM_TOLERANCE = 1e-6
+# on a processor with other instructions, whose products of FP16 add in another order
+OTHER_PROCESSOR = 1e-5
 
 
 @pytest.fixture
@@ -39,10 +41,14 @@ def test_a_run_of_an_older_version_goes_on_with_the_same_losses(
     (copied / "run/data/text.idx").unlink()
     assert train(copied / "run.toml") == 0
     found = read_metrics(copied / "run")
-    assert [record["loss"] for record in found] == [record["loss"] for record in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=NORM_TOLERANCE)
     said = capsys.readouterr().out
+    is_same_processor = "changed    processor: " not in said
+    tolerance = 0 if is_same_processor else OTHER_PROCESSOR
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance, abs=0)
+        assert ours["grad_norm"] == pytest.approx(
+            theirs["grad_norm"], rel=max(tolerance, NORM_TOLERANCE)
+        )
     assert "steps 4 to 6 are left" in said
     assert "changed    fp8." not in said, "the run has no FP8"
 

@@ -4,6 +4,7 @@ nothing written."""
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -552,7 +553,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None
         cwd=Path(__file__).parents[2],
     )
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_text_of_a_blend_that_cannot_be_read_is_told_with_its_own_key(

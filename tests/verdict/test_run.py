@@ -118,6 +118,19 @@ def test_the_same_lines_end_a_run_and_answer_evaluate(
         assert shown in html
 
 
+def test_a_run_whose_checkpoints_are_elsewhere_is_told_by_its_own_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (*KEYS, f"checkpoint.folder={tmp_path / 'other'}", f"train.folder={tmp_path / 'own'}")
+    assert train(run.parent / "my.toml", *keys) == 0
+    capsys.readouterr()
+    document = json.loads(said(capsys, "evaluate", str(tmp_path / "own"), "--json"))
+    assert document["loss"] == read_metrics(tmp_path / "own")[-1]["eval_loss"]
+    text = str(run.parent / "text.txt")
+    scored = said(capsys, "evaluate", str(tmp_path / "own"), "--data", text, "--json")
+    assert json.loads(scored)["model"] == str(tmp_path / "own")
+
+
 def test_yardsticks_are_lines_of_the_chart_and_are_made_once(run: Path) -> None:
     sizes = read_yardsticks(run)
     assert sizes is not None

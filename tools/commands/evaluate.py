@@ -38,7 +38,13 @@ from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.analysis.verdict.verdict import fields, lines, read_verdict
-from tools.commands.options import add_device, add_ema, device_of_option, model_place
+from tools.commands.options import (
+    add_device,
+    add_ema,
+    checkpoints_elsewhere,
+    device_of_option,
+    run_or_model_place,
+)
 from tools.commands.text_options import add_text_options, text_options, tokenizer_path
 from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import tokens_progress
@@ -76,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        type=model_place,
+        type=run_or_model_place,
         help="run folder, checkpoint, also at a URL, or Hugging Face folder",
     )
     parser.add_argument(
@@ -229,7 +235,8 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None, device: str) ->
 def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> int:
     sets = _named_sets(args.data)
     is_first = Axis.world(mesh).rank == 0
-    model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh, args.ema, device)
+    place = checkpoints_elsewhere(args.model)
+    model = load_model(place, Stage, args.compute, args.tokenizer, mesh, args.ema, device)
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours

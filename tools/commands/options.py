@@ -2,6 +2,7 @@
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,18 +17,29 @@ from tools.config.run_file import run_file_in, saved_run
 def model_place(text: str) -> Path:
     """Return the folder or URL of a model that a command reads; of a run folder whose checkpoints
     are elsewhere that of these."""
+    return _as_argument(text, checkpoints_elsewhere)
+
+
+def run_or_model_place(text: str) -> Path:
+    """Return the folder or URL of a run or a model that a command reads, as it was given."""
+    return _as_argument(text, lambda path: path)
+
+
+def _as_argument(text: str, place_of: Callable[[Path], Path]) -> Path:
+    """Return what `place_of` makes of a path or URL. Raises ArgumentTypeError if it cannot be
+    read."""
     if has_password(text):
         remedy = "take the password out, and set it in the environment"
         raise ArgumentTypeError(f"{masked(text)}: {remedy}")
     try:
-        return _checkpoints_elsewhere(path_of(text.rstrip("/") or text))
+        return place_of(path_of(text.rstrip("/") or text))
     except UserError as error:
         raise ArgumentTypeError(str(error)) from error
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise ArgumentTypeError(file_error(error)) from error
 
 
-def _checkpoints_elsewhere(path: Path) -> Path:
+def checkpoints_elsewhere(path: Path) -> Path:
     """Return the value of checkpoint.folder of a run folder, as a path; any other path itself."""
     if is_remote(path) or not path.is_dir() or run_file_in(path, written_by_run=True) is None:
         return path

@@ -17,8 +17,8 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.fp8 import kernels
 from megaprec.fp8.formats import E5M2, Role, format_of
-from megaprec.fp8.quantize import Codes, expand_blocks, quantize, quantize_both
-from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
+from megaprec.fp8.quantize import Codes, block_in, expand_blocks, quantize, quantize_both
+from megaprec.precision.fp8_recipe import SCALE_KINDS, Backend, FP8Recipe, Kind
 from megaprec.torch_private import without_dispatch_modes
 
 Kernel = Callable[[Codes, Codes, torch.dtype, bool], Tensor]
@@ -28,8 +28,9 @@ KERNELS: dict[Kind, tuple[Kernel, ...]] = {
     "rowwise": (kernels.rowwise, kernels.unscaled_rowwise),
     "blockwise": (kernels.blockwise,),
     "mx": (kernels.mx,),
-    "nvfp4": (),  # emulated on every device
 }
+"""The kernels of each kind, the first choice first; a kind without any is emulated on every
+device."""
 PRODUCTS: dict[str, tuple[Role, Role]] = {
     "forward": ("input", "weight"),
     "input gradient": ("gradient", "weight"),
@@ -101,9 +102,11 @@ def _is_added_in_place(total: Tensor, a: Codes, b: Codes, backend: Backend, firs
 
 def _kernel_for(a: Codes, b: Codes, out: torch.dtype, backend: Backend) -> Kernel | None:
     """Return the kernel that computes a @ b.T on its device; None if none does."""
-    square = b.block[0] == 128
+    kind = _kind_of(a, b)
+    scales = SCALE_KINDS[kind]
+    b_is_weight = scales.differs_for_weights and b.block == scales.weight_block
     device = a.values.device
-    kernel, _ = choose_kernel(_kind_of(a, b), a.values.dtype, square, out, device, backend)
+    kernel, _ = choose_kernel(kind, a.values.dtype, b_is_weight, out, device, backend)
     return kernel
 
 
@@ -138,9 +141,9 @@ def describe_kernels(
     descriptions: dict[str, str] = {}
     for name, (a_role, b_role) in PRODUCTS.items():
         dtype = total if name == "weight gradient" else out
-        square = kind == "blockwise" and b_role == "weight"
+        b_is_weight = recipe.scales.differs_for_weights and b_role == "weight"
         a_format = format_of(recipe, a_role)
-        kernel, why = choose_kernel(kind, a_format, square, dtype, device, recipe.backend)
+        kernel, why = choose_kernel(kind, a_format, b_is_weight, dtype, device, recipe.backend)
         if kernel is None:
             descriptions[name] = f"{EMULATED}: {why}"
         else:
@@ -151,15 +154,28 @@ def describe_kernels(
 def _kind_of(a: Codes, b: Codes) -> Kind:
     """Return the layout of scales that kernels see; for them delayed scales are the same as current
     ones."""
-    if a.inverse.dtype == torch.float8_e8m0fnu:
-        return "mx"
-    if a.tensor is not None:
-        return "nvfp4"
-    if _has_blocks_in_rows(a, b):
-        return "blockwise"
+    if _has_narrow_scales(a) or _has_blocks_in_rows(a, b):
+        return _kind_with_blocks_of(a, b)
     if a.inverse.numel() == b.inverse.numel() == 1:
         return "current"
     return "rowwise"
+
+
+def _kind_with_blocks_of(a: Codes, b: Codes) -> Kind:
+    """Return the kind whose blocks the codes have; the second factor may be a weight."""
+    form = (a.tensor is not None, _has_narrow_scales(a))
+    for kind, scales in SCALE_KINDS.items():
+        a_block = block_in(scales.block, a.values.shape)
+        b_blocks = [block_in(scales.block_of(weight), b.values.shape) for weight in (False, True)]
+        has_blocks = a.block == a_block and b.block in b_blocks
+        if has_blocks and form == (scales.four_bits, scales.power_2):
+            return kind
+    raise AssertionError(f"no kind has blocks of {a.block} and {b.block}")
+
+
+def _has_narrow_scales(codes: Codes) -> bool:
+    """Return True if scales are not in FP32: those of kinds that have powers of two."""
+    return codes.inverse.dtype != torch.float32
 
 
 def _has_blocks_in_rows(a: Codes, b: Codes) -> bool:
@@ -171,7 +187,7 @@ def _has_blocks_in_rows(a: Codes, b: Codes) -> bool:
 def choose_kernel(
     kind: Kind,
     a_format: torch.dtype,
-    square: bool,
+    b_is_weight: bool,
     out: torch.dtype,
     device: torch.device,
     backend: Backend = "torch",
@@ -179,15 +195,17 @@ def choose_kernel(
     """Return the first kernel that computes such products correctly, or None and why the last one
     does not.
 
-    a_format: of the first factor; the second is E4M3. square: True if the second factor's blocks,
-    if there are any, are of 128 x 128. On meta tensors, which have no numbers, that is the first
-    kernel. Raises UserError if Transformer Engine's casts or products are wrong.
+    a_format: of the first factor; the second is E4M3. b_is_weight: True if the second factor has
+    the blocks of a weight, of a kind that has others for weights. On meta tensors, which have no
+    numbers, that is the first kernel. Raises UserError if Transformer Engine's casts or products
+    are wrong.
     """
-    if not KERNELS[kind]:
+    own_kernels = KERNELS.get(kind, ())
+    if not own_kernels:
         return None, f"there is no kernel for {kind} here"
     # Meta tensors stand for those of a GPU, and no product of theirs can be checked.
     if device.type == "meta":
-        return KERNELS[kind][0], ""
+        return own_kernels[0], ""
     # A call with fake tensors must not decide for later ones with real tensors: leave their modes.
     with without_dispatch_modes():
         recipe = FP8Recipe(kind, backend=backend)
@@ -195,10 +213,10 @@ def choose_kernel(
         if backend == "torch" and device.type in SLOW:
             return None, SLOW[device.type]
         if backend == "torch":
-            return _try_kernels(KERNELS[kind], recipe, role, square, out, device)
+            return _try_kernels(own_kernels, recipe, role, b_is_weight, out, device)
         wrong_casts = _check_casts(recipe, role, device)
         candidates = (kernels.transformer_engine_gemm,)
-        kernel, refusal = _try_kernels(candidates, recipe, role, square, out, device)
+        kernel, refusal = _try_kernels(candidates, recipe, role, b_is_weight, out, device)
     if why := wrong_casts or refusal:
         raise UserError.of("fp8.fp8_backend_unavailable", backend=backend, device=device, why=why)
     return kernel, ""
@@ -208,18 +226,19 @@ def _try_kernels(
     candidates: Sequence[Kernel],
     recipe: FP8Recipe,
     role: Role,
-    square: bool,
+    b_is_weight: bool,
     out: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, str]:
     """Return the first of `candidates` that computes such products correctly, or None and why the
     last one does not.
 
-    role: of the first factor. square: True if the second factor's blocks are of 128 x 128.
+    role: of the first factor. b_is_weight: as in `choose_kernel`.
     """
     a = quantize(_sample(device), recipe, role)
-    # only blocks depend on the role: those of a weight are square
-    b_role: Role = "weight" if square or recipe.kind != "blockwise" else "input"
+    # only blocks depend on the role
+    is_activation = recipe.scales.differs_for_weights and not b_is_weight
+    b_role: Role = "input" if is_activation else "weight"
     b = quantize(_sample(device).flip(0), recipe, b_role)
     expected = emulated(a, b, torch.float32)
     why = ""

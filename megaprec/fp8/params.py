@@ -57,7 +57,7 @@ class FP8Param:
         """Return True if scales belong to blocks, which no two tp ranks share, and not to a whole
         tensor."""
         recipe = self.state.recipe
-        return recipe is not None and recipe.kind == "blockwise"
+        return recipe is not None and not recipe.scales.per_tensor
 
     def codes(self, weight: Tensor) -> Codes:
         """Return the parameter's values with their scales. Raise RuntimeError if these are older

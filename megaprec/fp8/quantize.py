@@ -2,15 +2,8 @@
 
 A product sums over one dim of each factor. If numbers share a scale along that dim only in blocks,
 a matrix that is summed over its last dim in one product and over its first in another is rounded
-twice, each time from the high-precision numbers:
-
-    kind         numbers that share a scale                      both dims from one set of codes
-    delayed      all                                             yes
-    current      all                                             yes
-    rowwise      a row                                           no
-    blockwise    128 in a row; of weights 128 x 128              weights only
-    mx           32 in a row                                     no
-    nvfp4        16 in a row; of weights 16 x 16                 weights only
+twice, each time from the high-precision numbers. If blocks have as many rows as columns, as those
+of whole tensors and of some kinds' weights, one set of codes serves both (`serves_both`).
 
 `Codes` are always summed over their last dim: a sum over the first dim uses the codes of the
 transposed matrix. `megaprec.fp8.nvfp4` makes those of NVFP4.
@@ -101,7 +94,7 @@ def _scale_and_cast(
         # the scale is that of earlier passes, whatever is in x
         inverse = scale_or_amax.reshape(1, 1).reciprocal()
         return Codes(cast(x, dtype, scale_or_amax), inverse, block)
-    if recipe.kind == "mx":
+    if recipe.scales.power_2:
         # E8M0 has only powers of two, whose reciprocals are exact
         inverse = mx_inverse(scale_or_amax, limit(dtype))
         factors = inverse.float().reciprocal()
@@ -237,7 +230,12 @@ def serves_both(recipe: FP8Recipe, role: Role) -> bool:
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
     """Return how many rows and columns of a matrix of this shape share a scale."""
-    rows, columns = recipe.scales.block_of(role == "weight")
+    return block_in(recipe.scales.block_of(role == "weight"), shape)
+
+
+def block_in(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """Return the rows and columns of a block of `ScaleKind` in a matrix of this shape."""
+    rows, columns = block
     # at least 1: an empty matrix has a block too
     return rows or max(1, shape[0]), columns or max(1, shape[1])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaprec.comm.layout import layout_of
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import EIGHT_BIT_KINDS, FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -332,7 +332,7 @@ def test_bytes_per_module_add_up_to_those_of_the_model() -> None:
     assert sum(row.bytes["moment"] for row in table) == 8 * num_parameters(config)
 
 
-@pytest.mark.parametrize("kind", ["delayed", "current", "rowwise", "blockwise", "mx"])
+@pytest.mark.parametrize("kind", EIGHT_BIT_KINDS)
 def test_the_formats_of_fp8_are_shown_for_every_kind(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

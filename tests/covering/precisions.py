@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
+from megaprec.precision.fp8_recipe import SCALE_KINDS
 from tests.covering.options import Row, of_twice_the_layers
 from tests.covering.trial import STEPS, TRAIN, Outcome, Together
 from tests.parity.campaign import forked
@@ -47,10 +48,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "fp8": {
         "none": [],
-        **{
-            kind: [f"fp8.kind={kind}", "fp8.pad=true"]
-            for kind in ("delayed", "current", "rowwise", "blockwise", "mx", "nvfp4")
-        },
+        **{kind: [f"fp8.kind={kind}", "fp8.pad=true"] for kind in SCALE_KINDS},
     },
     "fp8 weights": {"no": [], "yes": ["fp8.parameters=true"]},
     "parameters": {"as products": [], "fp32": ["precision.parameters=fp32"]},

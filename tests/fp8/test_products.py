@@ -24,11 +24,10 @@ from megaprec.fp8.matmul import (
 )
 from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, quantize, quantize_both
 from megaprec.leaf_calls import uncompiled
-from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import EIGHT_BIT_KINDS, FP8Recipe, Kind
 from tests.launches import Counting
 from tests.work import operators_of
 
-KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
 SHAPES = [(48, 64, 32), (40, 272, 136), (7, 13, 5), (1, 300, 1)]  # m, k, n
 CPU = torch.device("cpu")
 
@@ -69,7 +68,7 @@ def bound(a: Codes, b: Codes) -> Tensor:
     return (k + 4) * 2.0**-24 * (a.wide().double().abs() @ b.wide().double().abs().t()) + 1e-40
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EIGHT_BIT_KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_are_those_of_the_numbers_that_the_codes_stand_for(
     kind: Kind, shape: tuple[int, int, int]
@@ -171,7 +170,7 @@ def ways_of(kind: Kind, out: torch.dtype = torch.bfloat16) -> dict[str, str]:
 
 
 def test_on_a_cpu_all_products_are_emulated_and_the_reason_is_told() -> None:
-    for kind in KINDS:
+    for kind in KERNELS:
         for out in (torch.bfloat16, torch.float16, torch.float32):
             assert ways_of(kind, out) == dict.fromkeys(PRODUCTS, f"emulated in FP32: {SLOW['cpu']}")
 
@@ -188,7 +187,7 @@ def test_where_kernels_are_tried_those_that_torch_has_are_used_and_it_is_quoted_
 
 def test_a_product_on_a_cpu_is_one_product_in_fp32() -> None:
     """Kernels of torch for FP8 on CPUs take as long, or a thousand times as long."""
-    for kind in KINDS:
+    for kind in EIGHT_BIT_KINDS:
         for a, b in factors(FP8Recipe(kind), 256, 256, 256).values():
             multiply(a, b, torch.bfloat16)  # the kernel is chosen
             used = operators_of(lambda a=a, b=b: multiply(a, b, torch.bfloat16))
@@ -230,7 +229,7 @@ def test_no_generator_is_drawn_from_to_try_kernels(tried: None) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EIGHT_BIT_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_each_number_is_off_by_at_most_half_a_step_of_its_block(
     kind: Kind, dtype: torch.dtype
@@ -273,7 +272,7 @@ def test_blocks_are_those_of_the_recipes() -> None:
     shape = torch.Size([256, 384])
     told = {
         kind: [block_of(FP8Recipe(kind), role, shape) for role in ("input", "weight", "gradient")]
-        for kind in KINDS
+        for kind in EIGHT_BIT_KINDS
     }
     assert told == {
         "delayed": [(256, 384)] * 3,
@@ -354,7 +353,7 @@ def test_ranks_that_hold_parts_of_a_tensor_round_it_as_one_would() -> None:
     assert not all(torch.equal(inverse, whole.inverse) for inverse in local)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EIGHT_BIT_KINDS)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("role", ["input", "gradient"])
 def test_an_overflow_reaches_the_product(kind: Kind, bad: float, role: Any) -> None:

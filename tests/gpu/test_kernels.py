@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from megaprec.fp8.matmul import EMULATED, describe_kernels
-from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import EIGHT_BIT_KINDS, FP8Recipe, Kind
 from tools.verify.doctor.kernels import FAULTY, HERE, KERNELS
 
-KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
 SINCE = {
     "flash attention": (8, 0),
     "grouped products": (9, 0),
@@ -26,7 +25,7 @@ def test_a_kernel_is_right_where_it_is(name: str, device: str) -> None:
         assert state == HERE, why
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EIGHT_BIT_KINDS)
 def test_every_kind_of_fp8_is_a_kernel_or_emulated_for_a_reason(kind: Kind, device: str) -> None:
     recipe = FP8Recipe(kind, history_length=4) if kind == "delayed" else FP8Recipe(kind)
     for said in describe_kernels(

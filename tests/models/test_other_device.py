@@ -30,7 +30,7 @@ from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.state.flat_buffer import Buffer
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import EIGHT_BIT_KINDS, FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
 from models.decoder.kv_cache import CachedStage
@@ -169,8 +169,7 @@ ALONE = {
             {"gradients": "bf16", "residual": torch.float32, "pipeline": torch.float32},
         )
     ],
-    "fp8": [fp8(kind) for kind in ("delayed", "current", "rowwise", "blockwise", "mx")]
-    + [fp8("delayed", parameters=True)],
+    "fp8": [fp8(kind) for kind in EIGHT_BIT_KINDS] + [fp8("delayed", parameters=True)],
 }
 TOGETHER = {
     "tp": (
@@ -415,7 +414,7 @@ def test_fp8_products_are_made_by_the_kernels_that_make_them_on_the_cpu(mesh: De
             describe_kernels(recipe, torch.device(device), torch.bfloat16, torch.float32)
             for device in ("cpu", pretend.NAME)
         ]
-        for recipe in map(FP8Recipe, ("delayed", "current", "rowwise", "blockwise", "mx"))
+        for recipe in map(FP8Recipe, EIGHT_BIT_KINDS)
     ]
     for here, there in made:
         assert here == {

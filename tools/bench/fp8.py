@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megaprec.fp8.matmul import describe_kernels
-from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import EIGHT_BIT_KINDS, FP8Recipe, Kind
 from parallel.mesh import world
 from tools.analysis.planning.fp8_timing import Shape, linear_times
 from tools.bench.llama_layers import Workload, add_workload
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kinds",
         nargs="+",
-        choices=("delayed", "current", "rowwise", "blockwise", "mx"),
+        choices=EIGHT_BIT_KINDS,
         default=["current", "delayed"],
         help="of scales",
     )

@@ -24,6 +24,9 @@ PLAN_ONLY: Mapping[str, str] = {
     ),
 }
 """Fields of a plan that other systems set and no run computes with, each with the reason."""
+_USUALLY_E4M3 = " and ".join(
+    kind for kind, row in SCALE_KINDS.items() if row.usual_format == "e4m3"
+)
 Scaling = Literal["none", "constant", "dynamic"]
 
 
@@ -204,16 +207,15 @@ class FP8(Table):
     # scales, and the format of the codes
     kind: Literal["none", Kind] = Field(
         default="none",
-        description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax "
-        "(largest magnitude) of earlier passes; current: one per tensor, from the tensor itself; "
-        "rowwise: one per row; blockwise: one per block of 128; mx: one per 32 elements; nvfp4: "
-        "four-bit codes instead (NVFP4, emulated), one per 16 elements and one per tensor.",
+        description="FP8 recipe, by the scales of its codes. none: no FP8; "
+        + "; ".join(f"{kind}: {row.said}" for kind, row in SCALE_KINDS.items())
+        + ".",
     )
     format: Literal["auto", "hybrid", "e4m3"] = Field(
         default=default_of(FP8Recipe, "format"),
         description=(
             "FP8 formats. hybrid: E5M2 for gradients, E4M3 for weights and activations; e4m3: "
-            "E4M3 for all; auto: e4m3 for blockwise and mx, hybrid for other kinds."
+            f"E4M3 for all; auto: e4m3 for {_USUALLY_E4M3}, hybrid for other kinds."
         ),
     )
     margin: int = Field(

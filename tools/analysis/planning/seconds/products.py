@@ -12,10 +12,6 @@ from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 
-# How much faster FP8's products are than the mean of its recipes: one scale for each tensor costs
-# least, and the tensor cores add up blocks of 128 in two steps.
-FP8_SPEED = {"delayed": 1.0, "current": 1.0, "rowwise": 0.95, "blockwise": 0.85, "mx": 1.0}
-
 # Where rows of a matrix begin, so that the tensor cores' fast kernels can load them.
 ALIGNED_BYTES = 16
 
@@ -95,7 +91,7 @@ def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:
         raise UserError.of("planning.nvfp4_times", advice="predict a run with another kind")
     if fp8 is None or not assumed.fp8_tflops:
         return usual
-    reached = assumed.fp8_efficiency * FP8_SPEED[fp8.kind]
+    reached = assumed.fp8_efficiency * fp8.scales.speed
     return assumed.fp8_tflops * 1e12 * assumed.efficiency * reached
 
 

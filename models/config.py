@@ -25,26 +25,14 @@ from models.delta_net import NO_DELTA_NET
 from models.initial_weights import InitialStd, Matrix
 from models.latent import NO_LATENT
 from models.mamba import NO_MAMBA
-from models.model_fields import ModelFields, default_attention_scalar
+from models.model_fields import BESIDE, ModelFields, default_attention_scalar
 from models.mup import Mup, scaled_widths
 from models.router_settings import CORRECTED, PLAIN
 
 # In all layers: each expert is a module of its own.
 MOST_EXPERTS = 2**16
-# Keys that are not known in models that have layers with a recurrent state.
-_ALIKE_LAYERS = ("window", "mup_base_hidden", "factory")
 # Keys that are not known in models whose layers without a window have heads of their own.
 _BESIDE_GLOBAL_HEADS = ("latent", "delta_net", "hybrid_pattern", "mup_base_hidden", "factory")
-# Keys of attention that are off by default.
-_ATTENTION_KEYS = (
-    "attention_gate",
-    "attention_sinks",
-    "qkv_bias",
-    "output_bias",
-    "qk_norm",
-    "value_norm",
-    "attention_dropout",
-)
 
 
 class ModelConfig(ModelFields):
@@ -69,6 +57,7 @@ class ModelConfig(ModelFields):
 
     def _problems(self) -> Iterator[Problem]:
         """Yield a line for each reason why this is no model, or why a field has no effect."""
+        yield from self._pair_problems()
         yield from self._head_problems()
         if self.latent:
             yield from self._latent_problems()
@@ -87,6 +76,15 @@ class ModelConfig(ModelFields):
         yield from self._mtp_problems()
         yield from self._mup_problems()
         yield from self._unused_keys()
+
+    def _pair_problems(self) -> Iterator[Problem]:
+        """Yield each pair of keys that are on and not known together."""
+        for key, beside in BESIDE.items():
+            if not getattr(self, key):
+                continue
+            for other in beside.not_with:
+                if getattr(self, other):
+                    yield Problem.of("model.not_beside", key=key, other=other)
 
     def _head_problems(self) -> Iterator[Problem]:
         # A head_dim that is given, or follows from latents, need not divide hidden.
@@ -261,12 +259,7 @@ class ModelConfig(ModelFields):
             "kv_heads": self.heads,
             "head_dim": self.latent.head_dim,
             "rotary_fraction": 1.0,
-            "qk_norm": False,
             "norm": "rms",
-            "norm_unit_offset": False,
-            "value_norm": False,
-            "attention_sinks": False,
-            "attention_gate": False,
         }
         for key, required_value in required.items():
             value = getattr(self, key)
@@ -289,9 +282,6 @@ class ModelConfig(ModelFields):
             yield self._no_layers("delta_layers")
         elif not self.delta_layers:
             yield Problem.of("model.delta_layers_missing")
-        for key in _ALIKE_LAYERS:
-            if getattr(self, key):
-                yield Problem.of("model.delta_net_beside", key=key)
 
     def _hybrid_problems(self) -> Iterator[Problem]:
         """Yield the problems of layers with one branch."""
@@ -318,9 +308,6 @@ class ModelConfig(ModelFields):
         # A module has a layer as the model's last, which has one branch alone here.
         if self.mtp_layers:
             yield Problem.of("model.hybrid_mtp", mtp_layers=self.mtp_layers, last=pattern[-1])
-        for key in (*_ALIKE_LAYERS, "latent", "delta_net", "dense_layers"):
-            if getattr(self, key):
-                yield Problem.of("model.hybrid_beside", key=key)
 
     def _branch_problems(self, pattern: str) -> Iterator[Problem]:
         """Yield the problems of letters without what they stand for, and the other way round."""
@@ -330,8 +317,8 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.hybrid_experts_missing", pattern=pattern)
         if "E" not in pattern and self.experts:
             yield Problem.of("model.hybrid_experts_unused", experts=self.experts, pattern=pattern)
-        for key in _ATTENTION_KEYS:
-            if "*" not in pattern and getattr(self, key):
+        for key, beside in BESIDE.items():
+            if beside.of_attention and "*" not in pattern and getattr(self, key):
                 yield Problem.of("model.hybrid_unused", key=key, pattern=pattern)
 
     def _norm_problems(self) -> Iterator[Problem]:
@@ -344,8 +331,6 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.parallel_residual_norm", norm_at=self.norm_at)
         if self.shared_norm and not self.parallel_residual:
             yield Problem.of("model.shared_norm_unused")
-        if self.embedding_norm and self.mtp_layers:
-            yield Problem.of("model.embedding_norm_mtp", mtp_layers=self.mtp_layers)
         if not self.norm_weight:
             yield from self._weightless_norm_problems()
 

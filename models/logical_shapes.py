@@ -1,4 +1,80 @@
-"""The logical tensors of a model by name and shape, without building the model."""
+"""The logical tensors of a model by name and shape, without building the model.
+
+Logical names, the same for every layout:
+
+    embedding.weight [vocab, hidden]
+    positions.weight [max_positions, hidden] (learned positions)
+    embedding_norm.weight|bias
+    layers.N.attention_norm.weight|bias
+    layers.N.attention.query|key|value|gate|output.weight|bias
+    layers.N.attention.query_norm|key_norm.weight [head_dim] or [all heads]
+    layers.N.attention.sinks.weight [heads]
+    layers.N.attention_post_norm.weight
+    layers.N.mlp_norm.weight|bias
+    layers.N.mlp.gate|up|down.weight|bias
+    layers.N.mlp.activation.alpha_p|alpha_n [1] (xielu), or with experts
+        layers.N.mlp.router.weight|bias [experts, hidden] or [experts]
+        layers.N.mlp.router.correction [experts]
+        layers.N.mlp.experts.E.gate|up|down.weight|bias
+        layers.N.mlp.shared.gate|up|down.weight
+        layers.N.mlp.shared_gate.weight [1, hidden]
+    layers.N.mlp_post_norm.weight
+    layers.N.scalar [1], which is not trained (layer_scalar)
+    final_norm.weight|bias
+    head.weight [vocab, hidden] (a tied head is embedding.weight)
+    mtp.N.embedding_norm|hidden_norm|final_norm.weight|bias
+    mtp.N.projection.weight [hidden, 2 * hidden]
+    mtp.N.attention_norm and so on as of layers
+
+A model without `norm_weight` has none of the weights of these norms, one with `shared_norm` no
+mlp_norm. A layer without the window has no attention.value with `global_key_as_value`.
+
+Multi-head latent attention has in layers.N.attention, instead of query, key and value:
+
+    query_down.weight|bias [query_rank, hidden]
+    query_down_norm.weight [query_rank]
+    query_up.weight [heads * (rope_dim + nope_dim), query_rank]
+    key_value_down.weight|bias [kv_rank, hidden]
+    key_value_down_norm.weight [kv_rank]
+    key_up.weight [heads * nope_dim, kv_rank]
+    key_rope.weight|bias [rope_dim, hidden]
+    value_up.weight [heads * value_dim, kv_rank]
+
+A model without a latent of queries has query.weight [heads * (rope_dim + nope_dim), hidden] for its
+three of queries.
+
+A layer with a gated delta net has in place of layers.N.attention, with kw = key_heads * key_dim and
+vw = value_heads * value_dim:
+
+    delta_net.query|key|value|gate.weight [kw or vw, hidden]
+    delta_net.query_convolution|key_convolution|value_convolution.weight [kw or vw, kernel]
+    delta_net.strength|decay.weight [value_heads, hidden]
+    delta_net.decay.bias|log_rate [value_heads]
+    delta_net.output_norm.weight [value_dim]
+    delta_net.output.weight [hidden, vw]
+
+With `delta_net.gate_rank` (Kimi Delta Attention) it has for delta_net.gate.weight,
+delta_net.decay.weight and delta_net.decay.bias
+
+    delta_net.gate_down|decay_down.weight [gate_rank, hidden]
+    delta_net.gate_up.weight [vw, gate_rank]
+    delta_net.decay_up.weight [kw, gate_rank]
+    delta_net.decay.bias [kw]
+
+A layer of `hybrid_pattern` has one of the two branches, with the norm of that branch alone. One
+with a Mamba-2 mixer has in place of layers.N.attention, with kw = groups * state_dim and vw =
+heads * head_dim of `mamba`:
+
+    mamba.query|key|value|gate.weight [kw or vw, hidden]
+    mamba.query_convolution|key_convolution|value_convolution.weight|bias [kw or vw, kernel] or [..]
+    mamba.step.weight|bias [heads, hidden] or [heads]
+    mamba.log_rate|skip [heads]
+    mamba.output_norm.weight [vw]
+    mamba.output.weight [hidden, vw]
+
+Weights are [output features, input features]. Rows of query and key are in the order of
+`models.attention.rope`'s rotation.
+"""
 
 from collections.abc import Iterator
 

@@ -1,10 +1,12 @@
 """The keys of a model's configuration: type, default, range and help of each.
 
 A field that is not given follows from the family or from earlier fields, so the order of the fields
-matters. `models.config` checks the fields against each other and counts parameters and FLOPs.
+matters. Beside its type stands what a key needs of others, where that is as simple as `Beside`.
+`models.config` checks the fields against each other and counts FLOPs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +22,23 @@ from models.router_settings import CORRECTED, PLAIN, RouterSettings
 
 # A derived feed-forward width is rounded up to this, so that tensor parallelism can shard it.
 FFN_MULTIPLE = 64
+
+# Keys that are not known in models that have layers with a recurrent state.
+_NOT_WITH_RECURRENCE = ("window", "mup_base_hidden", "factory")
+_NOT_WITH_PATTERNS = (*_NOT_WITH_RECURRENCE, "latent", "delta_net", "dense_layers")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a key needs of other keys where it is on: true, above 0, not empty.
+
+    of_attention: attention alone reads it, so that a model without layers of attention refuses it.
+    not_with: other keys that the model cannot have on too.
+    """
+
+    of_attention: bool = False
+    not_with: tuple[str, ...] = ()
+
 
 Fields = dict[str, Any]
 """The fields of a model that are known before the one whose default is asked for."""
@@ -197,7 +216,7 @@ class ModelFields(BaseModel):
             "before model.qk_norm and rotary positions."
         ),
     )
-    delta_net: DeltaNet = Field(
+    delta_net: Annotated[DeltaNet, Beside(not_with=_NOT_WITH_RECURRENCE)] = Field(
         default=NO_DELTA_NET,
         strict=False,
         description=(
@@ -214,7 +233,7 @@ class ModelFields(BaseModel):
             "default: with model.delta_net all but each fourth, otherwise none."
         ),
     )
-    hybrid_pattern: str = Field(
+    hybrid_pattern: Annotated[str, Beside(not_with=_NOT_WITH_PATTERNS)] = Field(
         default="",
         pattern="^[ME*-]*$",
         max_length=4096,
@@ -330,7 +349,7 @@ class ModelFields(BaseModel):
         description="Biases of the LayerNorms; an RMSNorm has none. Without them and with "
         "model.bias = false a model has no biases; default: true for LayerNorm, for cohere2 false.",
     )
-    embedding_norm: bool = Field(
+    embedding_norm: Annotated[bool, Beside(not_with=("mtp_layers",))] = Field(
         default_factory=by_family(False, nanochat=True),
         description=(
             "A norm of the embeddings, with learned positions if there are any, before the first "
@@ -357,14 +376,14 @@ class ModelFields(BaseModel):
             "and exaone4 after, for gemma2, gemma3, gemma4 and glm4 around."
         ),
     )
-    norm_unit_offset: bool = Field(
+    norm_unit_offset: Annotated[bool, Beside(not_with=("latent",))] = Field(
         default_factory=by_family(False, gemma2=True, gemma3=True, qwen3_next=True, qwen3_5=True),
         description=(
             "RMSNorms multiply by 1 + weight, with weights that begin at 0, but for that of "
             "model.delta_net; default: true for gemma2, gemma3, qwen3_next and qwen3_5."
         ),
     )
-    qk_norm: bool = Field(
+    qk_norm: Annotated[bool, Beside(of_attention=True, not_with=("latent",))] = Field(
         default_factory=by_family(
             False,
             qwen3=True,
@@ -394,7 +413,7 @@ class ModelFields(BaseModel):
             "default: head, for olmo2, olmo3, olmoe and minimax_m2 all."
         ),
     )
-    value_norm: bool = Field(
+    value_norm: Annotated[bool, Beside(of_attention=True, not_with=("latent",))] = Field(
         default_factory=by_family(False, gemma4=True),
         description=(
             "RMSNorm without a weight on the values of each head; default: true for gemma4."
@@ -495,21 +514,21 @@ class ModelFields(BaseModel):
             "fourth power of yarn's factor."
         ),
     )
-    attention_sinks: bool = Field(
+    attention_sinks: Annotated[bool, Beside(of_attention=True, not_with=("latent",))] = Field(
         default_factory=by_family(False, gpt_oss=True),
         description=(
             "Each head learns a sink: one more logit in the denominator of its softmax; default: "
             "true for gpt_oss."
         ),
     )
-    attention_gate: bool = Field(
+    attention_gate: Annotated[bool, Beside(of_attention=True, not_with=("latent",))] = Field(
         default_factory=by_family(False, qwen3_next=True, qwen3_5=True),
         description=(
             "The output of attention is multiplied by the sigmoid of one more projection, feature "
             "by feature, before the output projection; default: true for qwen3_next and qwen3_5."
         ),
     )
-    attention_softcap: float = Field(
+    attention_softcap: Annotated[float, Beside(of_attention=True)] = Field(
         default_factory=by_family(0.0, gemma2=50.0),
         ge=0,
         description=(
@@ -556,7 +575,7 @@ class ModelFields(BaseModel):
             "gpt2 and gpt_neox."
         ),
     )
-    qkv_bias: bool = Field(
+    qkv_bias: Annotated[bool, Beside(of_attention=True)] = Field(
         default_factory=lambda fields: (
             fields["bias"] or fields["family"] in ("qwen2", "gpt_oss", "seed_oss", "glm4")
         ),
@@ -566,7 +585,7 @@ class ModelFields(BaseModel):
             "seed_oss and glm4 true."
         ),
     )
-    output_bias: bool = Field(
+    output_bias: Annotated[bool, Beside(of_attention=True)] = Field(
         default_factory=lambda fields: fields["bias"] or fields["family"] == "gpt_oss",
         description="Bias of attention's output projection; default: model.bias, for gpt_oss true.",
     )
@@ -738,7 +757,7 @@ class ModelFields(BaseModel):
             "model.dropout."
         ),
     )
-    attention_dropout: float = Field(
+    attention_dropout: Annotated[float, Beside(of_attention=True)] = Field(
         default=0.0, ge=0, lt=1, description="Dropout probability of attention probabilities."
     )
     # Factors of values and gradients.
@@ -797,3 +816,12 @@ class ModelFields(BaseModel):
             "(docs/parity.md); empty: the built-in family of model.family."
         ),
     )
+
+
+BESIDE: Mapping[str, Beside] = {
+    key: mark
+    for key, field in ModelFields.model_fields.items()
+    for mark in field.metadata
+    if isinstance(mark, Beside)
+}
+"""What keys need of others, by key."""

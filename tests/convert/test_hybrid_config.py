@@ -223,9 +223,9 @@ def test_another_number_of_layers_is_refused() -> None:
             "model.dense_ffn_unused",
             {"dense_ffn": 32},
         ),
-        ({"dense_layers": (1,)}, "model.hybrid_beside", {"key": "dense_layers"}),
-        ({"window": 4}, "model.hybrid_beside", {"key": "window"}),
-        ({"mup_base_hidden": 4096}, "model.hybrid_beside", {"key": "mup_base_hidden"}),
+        ({"dense_layers": (1,)}, "model.not_beside", {"other": "dense_layers"}),
+        ({"window": 4}, "model.not_beside", {"other": "window"}),
+        ({"mup_base_hidden": 4096}, "model.not_beside", {"other": "mup_base_hidden"}),
     ],
 )
 def test_a_hybrid_that_cannot_be_is_refused_by_what_makes_it_so(

@@ -84,7 +84,7 @@ def test_attention_lies_evenly_and_feed_forwards_evenly_from_the_end() -> None:
         ({"norm_epsilon": 1e-6}, "megatron_mamba_eps", {"eps": 1e-6}),
         ({"mamba_num_heads": None, "mamba_head_dim": 5}, "megatron_mamba_heads", {"width": 48}),
         ({"squared_relu": True, "swiglu": True}, "megatron_squared_gated", {"key": "swiglu"}),
-        ({"window_size": (4, 0)}, "hybrid_beside", {"key": "window"}),
+        ({"window_size": (4, 0)}, "not_beside", {"key": "hybrid_pattern", "other": "window"}),
         ({"mamba_state_dim": 0}, "megatron_argument_kind", {"key": "mamba_state_dim"}),
         (
             {"hybrid_override_pattern": None, "spec": None},
@@ -96,7 +96,7 @@ def test_attention_lies_evenly_and_feed_forwards_evenly_from_the_end() -> None:
 def test_what_no_hybrid_model_here_is_is_refused_by_name(
     changes: dict[str, Any], code: str, fields: dict[str, Any]
 ) -> None:
-    area = "model" if code == "hybrid_beside" else "convert"
+    area = "model" if code == "not_beside" else "convert"
     with raises(f"{area}.{code}", **fields):
         model_of_args(args(HYBRID, **changes), None)
 

@@ -65,6 +65,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "mtp_layers": (0, 1, 2),
     "norm_bias": (True, False),
 }
+# Drawn by themselves, below.
+OF_THEIR_OWN = """
+family layers hidden heads ffn vocab max_positions experts latent delta_net delta_layers mamba hybrid_pattern
+rope_scaling router
+"""
+# Keys that change no logits: losses, dropout, initial weights and their learning rates, and whole models.
+UNDRAWN = """
+dropout dropout_at embedding_dropout attention_dropout init_std init router_aux_loss router_z_loss
+router_correction_speed z_loss mtp_loss_weight mup_base_hidden mup_base_head_dim factory
+"""
 SCALINGS: tuple[dict[str, Any], ...] = (
     {"kind": "linear", "factor": 2.5},
     {"kind": "dynamic", "factor": 3.0, **SHORT},

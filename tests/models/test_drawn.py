@@ -22,7 +22,7 @@ from models.decoder.kv_cache import CachedStage
 from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.engine.options import EngineOptions
-from models.equivalence import with_idle_keys_reset
+from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
 from models.logical_shapes import logical_shapes
@@ -32,10 +32,11 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests import oracle
 from tests.families import Job, put, step_all
-from tests.models.drawn import LENGTH, drawn
+from tests.models.drawn import CHOICES, LENGTH, OF_THEIR_OWN, UNDRAWN, drawn, fits
 from tests.models.test_families import differing
 from tests.models.test_memory import allocations
 
+SIZES_OF_HEADS = {"kv_heads", "head_dim", "attention_scalar", "positions"}
 BATCH = 2
 PIECES = (5, 1, 3, 1, 1, 1)
 CASES = pytest.mark.cases(3, sample=9)
@@ -65,6 +66,41 @@ def stage_of(config: ModelConfig, weights: dict[str, Tensor], kind: type[Stage] 
 
 def ids_of(config: ModelConfig, batch: int = BATCH) -> Tensor:
     return torch.randint(config.vocab, (LENGTH, batch), generator=torch.Generator().manual_seed(2))
+
+
+def test_every_key_that_changes_logits_is_drawn() -> None:
+    """So that a new key is asked here for its tensors, its formula in the plain oracle, its bytes and its
+    layouts."""
+    drawn_keys = {*CHOICES, *OF_THEIR_OWN.split()}
+    assert drawn_keys | {*UNDRAWN.split()} == ModelConfig.model_fields.keys()
+    assert not drawn_keys & {*UNDRAWN.split()}
+
+
+@pytest.mark.parametrize("key", sorted(CHOICES.keys() - SIZES_OF_HEADS))
+@torch.no_grad()
+def test_a_key_that_changes_nothing_without_attention_is_refused_there(key: str) -> None:
+    """But for sizes of heads, which have no value that is none."""
+    mamba = {"heads": 4, "head_dim": 3, "state_dim": 4, "groups": 2}
+    table = {"layers": 3, "hidden": 24, "heads": 4, "ffn": 24, "vocab": 53, "positions": "none"}
+    table |= {"hybrid_pattern": "M-M", "mamba": mamba}
+    plain = ModelConfig.model_validate(table)
+    weights = weights_of(plain)
+    ids = ids_of(plain).t()
+    for value in CHOICES[key]:
+        if not fits(table | {key: value}):
+            continue
+        model = ModelConfig.model_validate(table | {key: value})
+        training = {name: getattr(model, name) for name in TRAINING_ONLY_KEYS}
+        same = with_idle_keys_reset(model) == with_idle_keys_reset(plain).model_copy(
+            update=training
+        )
+        assert (
+            same
+            or logical_shapes(model) != logical_shapes(plain)
+            or not torch.equal(
+                oracle.logits(model, weights, ids), oracle.logits(plain, weights, ids)
+            )
+        ), value
 
 
 @pytest.mark.cases(None, sample=3)

@@ -37,7 +37,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"rope_dim": 5}, {}, sentence("model.latent_rope_dim", rope_dim=5)),
     ({}, {"kv_heads": 2}, sentence("model.latent_needs", key="kv_heads", value=2, required=4)),
     ({}, {"head_dim": 12}, sentence("model.latent_needs", key="head_dim", value=12, required=10)),
-    ({}, {"qk_norm": True}, sentence("model.latent_needs", key="qk_norm", required="false")),
+    ({}, {"qk_norm": True}, sentence("model.not_beside", key="qk_norm", other="latent")),
     (
         {},
         {"positions": "learned"},
@@ -52,12 +52,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"norm_unit_offset": True},
-        sentence("model.latent_needs", key="norm_unit_offset", required="false"),
+        sentence("model.not_beside", key="norm_unit_offset", other="latent"),
     ),
     (
         {},
         {"attention_sinks": True},
-        sentence("model.latent_needs", key="attention_sinks", required="false"),
+        sentence("model.not_beside", key="attention_sinks", other="latent"),
     ),
 ]
 

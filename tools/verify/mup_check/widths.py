@@ -58,9 +58,9 @@ def at_width(
     """
     # How a gated delta net or a Mamba-2 mixer would grow is not known.
     if model.delta_net:
-        raise UserError.of("model.delta_net_beside", key="mup_base_hidden")
+        raise UserError.of("model.not_beside", key="delta_net", other="mup_base_hidden")
     if model.hybrid_pattern:
-        raise UserError.of("model.hybrid_beside", key="mup_base_hidden")
+        raise UserError.of("model.not_beside", key="hybrid_pattern", other="mup_base_hidden")
     if model.has_global_heads:
         raise UserError.of(
             "model.global_heads_beside", given="global_head_dim", key="mup_base_hidden"

@@ -96,6 +96,7 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 
 # In place of defaults that experts, or so few of them, do not take.
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp": "swiglu"},
     "gpt2": {"mlp_bias": False},
     "gpt_neox": {"mlp_bias": False},
     "minimax_m2": {"experts_per_token": 2},

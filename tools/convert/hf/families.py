@@ -5,12 +5,8 @@ entries read and write. Whether a family can say all of a model needs no table o
 written is read back (`tools.convert.hf.config`).
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from megaprec.errors import UserError
-from models.config import ModelConfig
 from tools.convert.hf.delta_layers import DELTA_LAYERS, OTHER_KEYS_OF_QWEN3_5
 from tools.convert.hf.experts import (
     EXPERTS_OF_DEEPSEEK_V2,
@@ -24,6 +20,42 @@ from tools.convert.hf.experts import (
     LOCAL_EXPERTS,
     experts_of_qwen,
 )
+from tools.convert.hf.family_keys import (
+    TANH_GELU,
+    apertus_beyond_4,
+    factor_of_scores,
+    gelu_of,
+    gpt_oss_beyond_4,
+    granitemoe_beyond_4,
+    heads_divide_hidden,
+    heads_fill_hidden,
+    nemotron_h_beyond_4,
+    newer_than_4,
+    number_in,
+    qwen2_moe_beyond_4,
+    read_biases_of_internlm3,
+    read_first_weights_of_youtu,
+    read_gpt2_ffn,
+    read_heads,
+    read_kinds_of_minimax,
+    read_kv_heads,
+    read_latent_attention,
+    read_latents,
+    read_no_mtp_layers,
+    read_parallel_branches,
+    read_repeated_experts_per_token,
+    read_scores_of_hyperclova,
+    require_default_width,
+    require_heads_of_hidden,
+    scale_of_logits,
+    skip_ids,
+    softcap_of,
+    unknown_to_4,
+    with_experts,
+    write_first_weights_of_youtu,
+    write_heads,
+    write_latent_attention,
+)
 from tools.convert.hf.gemma4_layers import GEMMA4_LAYERS, GEMMA4_PARTS
 from tools.convert.hf.hybrid_layers import (
     FEED_FORWARDS_OF_HYBRIDS,
@@ -31,15 +63,12 @@ from tools.convert.hf.hybrid_layers import (
     OTHER_KEYS_OF_HYBRIDS,
 )
 from tools.convert.hf.keys import (
-    IDS,
     ConfigKeys,
     Entry,
     Family,
-    Fields,
     Json,
     always,
     only,
-    require,
     same,
 )
 from tools.convert.hf.kimi_layers import ALIASES as ALIASES_OF_KIMI
@@ -79,289 +108,12 @@ from tools.convert.hf.windows import (
     require_layers_alike,
 )
 
-# swiglu_alpha and swiglu_limit of gpt-oss, which transformers 4 has in its code
-PUBLISHED_CLAMP = (1.702, 7.0)
-TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh")
-EXACT_GELU = ("gelu", "gelu_python")
-
-
-def keys_of(config: Json) -> ConfigKeys:
-    """Return the keys of a config.json, whose model_type must be known."""
-    return ConfigKeys(config, FAMILIES[config["model_type"]])
-
-
-def _skip_ids(config: ConfigKeys) -> Fields:
-    config.mark_read(*IDS)  # they are of no model: `special_ids` returns them
-    return {}
-
-
-def _gelu(key: str) -> Entry:
-    """Return the entry of an activation function that is one of the two GELUs."""
-
-    def read(config: ConfigKeys) -> Fields:
-        name = require(config[key], key, TANH_GELU + EXACT_GELU)
-        return {"mlp": "gelu_exact" if name in EXACT_GELU else "gelu"}
-
-    return Entry(read, lambda model: {key: "gelu" if model.mlp == "gelu_exact" else "gelu_new"})
-
-
-def _read_kv_heads(config: ConfigKeys) -> Fields:
-    kv_heads = config["num_key_value_heads"]
-    return {"kv_heads": config["num_attention_heads"] if kv_heads is None else kv_heads}
-
-
-def _read_heads(config: ConfigKeys) -> Fields:
-    heads = config["num_attention_heads"]
-    head_dim = config["head_dim"]
-    return {
-        **_read_kv_heads(config),
-        "head_dim": config["hidden_size"] // heads if head_dim is None else head_dim,
-    }
-
-
-def _write_heads(model: ModelConfig) -> Json:
-    return {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
-
-
-def _require_default_width(config: ConfigKeys, hidden: int, heads: int) -> Fields:
-    """Return no fields. Raises UserError for a head_dim in a family whose class does not read it,
-    unless it changes nothing."""
-    config.mark_read("head_dim")
-    require(config.stated.get("head_dim"), "head_dim", (hidden // heads, None))
-    return {}
-
-
-def _read_gpt2_ffn(config: ConfigKeys) -> Fields:
-    inner = config["n_inner"]
-    return {"ffn": 4 * config["n_embd"] if inner is None else inner}
-
-
-def _read_latent_attention(config: ConfigKeys) -> Fields:
-    """Return the widths of latents, as `_read_latents`. Raises UserError for another head_dim than
-    the width that turns, which their classes put there."""
-    require(config["head_dim"], "head_dim", (config["qk_rope_head_dim"], None))
-    return _read_latents(config)
-
-
-def _read_latents(config: ConfigKeys) -> Fields:
-    """Return the widths of latents. Raises UserError for those with which there is no latent
-    attention."""
-    rope_dim = config["qk_rope_head_dim"]
-    nope_dim = config["qk_nope_head_dim"]
-    for key in (
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "v_head_dim",
-    ):
-        # Queries may have no latent.
-        if config[key] == 0 or (config[key] is None and key != "q_lora_rank"):
-            raise UserError.of("convert.hf_no_latent", key=key, keys=config[key])
-    if rope_dim % 2:
-        raise UserError.of("convert.hf_rotary_odd", qk_rope_head_dim=rope_dim)
-    # Every head has keys and values of its own, made of the shared latent.
-    heads = config["num_attention_heads"]
-    require(config["num_key_value_heads"], "num_key_value_heads", (heads, None))
-    require(config["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
-    latent = {
-        "kv_rank": config["kv_lora_rank"],
-        "query_rank": config["q_lora_rank"] or 0,
-        "rope_dim": rope_dim,
-        "nope_dim": nope_dim,
-        "value_dim": config["v_head_dim"],
-    }
-    return {"latent": latent}
-
-
-def _write_latent_attention(model: ModelConfig) -> Json:
-    return {
-        "num_key_value_heads": model.heads,
-        "q_lora_rank": model.latent.query_rank or None,
-        "kv_lora_rank": model.latent.kv_rank,
-        "qk_rope_head_dim": model.latent.rope_dim,
-        "qk_nope_head_dim": model.latent.nope_dim,
-        "v_head_dim": model.latent.value_dim,
-    }
-
-
-def _read_no_mtp_layers(config: ConfigKeys) -> Fields:
-    config.mark_read("num_mtp_layers")  # `notes` says that there are none
-    return {}
-
-
-def _read_kinds_of_minimax(config: ConfigKeys) -> Fields:
-    """Return no fields. Raises UserError for layers of lightning attention, which MiniMax-M1
-    has."""
-    for kind in config["attn_type_list"] or ():
-        require(kind, "attn_type_list", (1,))
-    return {}
-
-
-def _read_biases_of_internlm3(config: ConfigKeys) -> Fields:
-    """Return the biases of InternLM3. Raises UserError unless all layers have some or none, which
-    its class requires."""
-    has_biases = config["attention_bias"]
-    if config["mlp_bias"] != has_biases:
-        raise UserError.of(
-            "convert.hf_some_biases",
-            qkv_key=config.as_stated("attention_bias"),
-            qkv_bias=has_biases,
-            key=config.as_stated("mlp_bias"),
-            value=config["mlp_bias"],
-        )
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), has_biases)
-
-
-def _read_first_weights_of_youtu(config: ConfigKeys) -> Fields:
-    """Return the standard deviations of first weights, which follow from hidden_size and each
-    other where the file does not say them."""
-    std = config["initializer_range"]
-    if std is None:
-        std = 2.0 / (5.0 * config["hidden_size"]) ** 0.5
-    embedding_std = config["embedding_initializer_range"] or 2.0 * std
-    return {"init_std": std, "init": {"embedding": embedding_std}}
-
-
-def _write_first_weights_of_youtu(model: ModelConfig) -> Json:
-    return {
-        "initializer_range": model.init_std,
-        "embedding_initializer_range": model.init.embedding or model.init_std,
-    }
-
-
-def _softcap(key: str, field: str) -> Entry:
-    """Return the entry of a soft cap; null there is 0 here."""
-
-    def read(config: ConfigKeys) -> Fields:
-        cap = config[key]
-        if cap is not None and not cap > 0:
-            raise UserError.of("convert.hf_softcap_zero", key=key, cap=cap)
-        return {field: float(cap or 0)}
-
-    return Entry(read, lambda model: {key: getattr(model, field) or None})
-
-
-def _number(key: str, field: str) -> Entry:
-    """Return the entry of a number with a fraction, which JSON may write without one."""
-    return Entry(
-        lambda config: {field: float(config[key])}, lambda model: {key: getattr(model, field)}
-    )
-
-
-def _factor_of_scores(model: ModelConfig) -> float:
-    """Return what scores are multiplied by, so that it is read back as the same
-    attention_scalar."""
-    factor = model.attention_scalar**-0.5
-    neighbours = (factor, math.nextafter(factor, 0.0), math.nextafter(factor, math.inf))
-    exact = (near for near in neighbours if near**-2 == model.attention_scalar)
-    return next(exact, factor)
-
-
-def _scale_of_logits(key: str) -> Entry:
-    """Return the entry of what logits are multiplied by; ours are divided."""
-
-    def write(model: ModelConfig) -> Json:
-        # Read back as the same logit_divisor: of such numbers the shortest.
-        scale = 1.0 / model.logit_divisor
-        neighbours = (scale, math.nextafter(scale, 0.0), math.nextafter(scale, math.inf))
-        exact = [near for near in neighbours if 1.0 / near == model.logit_divisor]
-        return {key: min(exact or [scale], key=lambda number: len(repr(number)))}
-
-    return Entry(lambda config: {"logit_divisor": 1.0 / config[key]}, write)
-
-
-def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
-    # Published files of gpt-oss have it, and transformers ignores it.
-    per_token = config["num_experts_per_tok"]
-    require(config["experts_per_token"], "experts_per_token", (per_token, None))
-    return {}
-
-
-def _require_heads_of_hidden(config: ConfigKeys) -> Fields:
-    return _require_default_width(config, config["hidden_size"], config["num_attention_heads"])
-
-
-def _read_parallel_branches(config: ConfigKeys) -> Fields:
-    """Return whether both branches read one norm, as those of StableLM do where they are
-    parallel."""
-    is_parallel = config["use_parallel_residual"]
-    return {"parallel_residual": is_parallel, "shared_norm": is_parallel}
-
-
-def _read_scores_of_hyperclova(config: ConfigKeys) -> Fields:
-    factor = config["attention_multiplier"]
-    if factor is None:
-        heads = _read_heads(config)
-        return {"attention_scalar": float(heads["head_dim"])}
-    return {"attention_scalar": float(factor) ** -2}
-
-
-def _heads_fill_hidden(model: ModelConfig) -> bool:
-    """Return True if the heads together are as wide as the features."""
-    return model.hidden == model.heads * model.head_dim
-
-
-def _heads_divide_hidden(model: ModelConfig) -> bool:
-    """Return True if the heads divide the features, which some classes of transformers require
-    without using it."""
-    return model.hidden % model.heads == 0
-
-
-def _has_experts(model: ModelConfig) -> bool:
-    """Return True if there are experts, without which some classes of transformers make no
-    layer."""
-    return model.experts > 0
-
-
-def _qwen2_moe_beyond_4(model: ModelConfig) -> Iterator[str]:
-    if not _heads_divide_hidden(model):
-        yield (
-            f"make a qwen2_moe model whose hidden_size = {model.hidden} is no multiple of its "
-            f"{model.heads} heads"
-        )
-
-
-def _apertus_beyond_4(model: ModelConfig) -> Iterator[str]:
-    yield f"hold the numbers of the activation of an {model.family} model in more than bf16"
-
-
-def _granitemoe_beyond_4(model: ModelConfig) -> Iterator[str]:
-    if model.heads * model.head_dim != model.hidden:
-        yield (
-            f"make a granitemoe model whose {model.heads} heads of {model.head_dim} features are "
-            f"not hidden_size = {model.hidden} together"
-        )
-
-
-def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
-    if (model.swiglu_alpha, model.swiglu_limit) != PUBLISHED_CLAMP:
-        yield (
-            f"use swiglu_alpha = {model.swiglu_alpha:g} and swiglu_limit = "
-            f"{model.swiglu_limit:g}, but 1.702 and 7 alone"
-        )
-
-
-def _newer_than_4(model: ModelConfig) -> Iterator[str]:
-    yield f"make a {model.family} model"
-
-
-def _unknown_to_4(model_type: str) -> Callable[[ModelConfig], Iterable[str]]:
-    """Return the note of a model_type that transformers 4 lacks, if it has others of our
-    family."""
-    return lambda model: (f"make a {model_type} model",)
-
-
-def _nemotron_h_beyond_4(model: ModelConfig) -> Iterator[str]:
-    yield "make a nemotron_h model without the code of a published folder"
-
-
 # Of every family; entries that only check a key return no fields.
 _COMMON = (
     same("vocab_size", "vocab"),
     same("tie_word_embeddings", "tied"),
     same("initializer_range", "init_std"),
-    Entry(_skip_ids),
+    Entry(skip_ids),
 )
 _WITHOUT_DROPOUT = (
     *_COMMON,
@@ -377,7 +129,7 @@ _MTP_LAYERS = Entry(
     # as published files call it; transformers 5 takes both names
     lambda model: {"num_nextn_predict_layers": model.mtp_layers},
 )
-_HEADS = Entry(_read_heads, _write_heads)
+_HEADS = Entry(read_heads, write_heads)
 _SILU = only("hidden_act", "silu", "swish")
 _TANH_GELU = only("hidden_activation", *TANH_GELU)
 # Published files of Gemma 2 have the older name too, which its class does not read.
@@ -400,8 +152,8 @@ _GEMMA2 = (
     *_GEMMA,
     ROPE,
     by_layer_type(pattern=2, unused_window=4096),
-    _softcap("attn_logit_softcapping", "attention_softcap"),
-    _softcap("final_logit_softcapping", "final_softcap"),
+    softcap_of("attn_logit_softcapping", "attention_softcap"),
+    softcap_of("final_logit_softcapping", "final_softcap"),
 )
 _QWEN3_5 = (
     *_OF_SOME_WIDTH,
@@ -414,7 +166,7 @@ _QWEN3_5 = (
 _DEEPSEEK = (
     *_ROTARY,
     _WIDTH,
-    Entry(_read_latent_attention, _write_latent_attention),
+    Entry(read_latent_attention, write_latent_attention),
     _SILU,
     ROPE,
     same("rms_norm_eps", "norm_eps"),
@@ -426,16 +178,16 @@ _SCALED_BRANCHES = (
     _SILU,
     ROPE,
     _ATTENTION_BIAS,
-    _number("embedding_multiplier", "embedding_scale"),
-    _number("residual_multiplier", "branch_scale"),
+    number_in("embedding_multiplier", "embedding_scale"),
+    number_in("residual_multiplier", "branch_scale"),
     NO_WINDOW,
 )
 _GRANITE = (
     *_SCALED_BRANCHES,
-    _number("logits_scaling", "logit_divisor"),
+    number_in("logits_scaling", "logit_divisor"),
     Entry(
         lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
-        lambda model: {"attention_multiplier": _factor_of_scores(model)},
+        lambda model: {"attention_multiplier": factor_of_scores(model)},
     ),
 )
 # One norm for both branches, as wide as the heads together.
@@ -443,13 +195,13 @@ _COHERE = (
     *_ROTARY,
     _HEADS,
     # Its class divides the features among the heads, whatever head_dim says.
-    Entry(_require_heads_of_hidden),
+    Entry(require_heads_of_hidden),
     same("layer_norm_eps", "norm_eps"),
     _WIDTH,
     _SILU,
     ROPE,
     _ATTENTION_BIAS,
-    _scale_of_logits("logit_scale"),
+    scale_of_logits("logit_scale"),
 )
 _GLM = (
     *_LLAMA,
@@ -659,10 +411,10 @@ def _gemma4(architecture: str, **defaults: Any) -> Family:
             *_LLAMA,
             _TANH_GELU,
             _ATTENTION_BIAS,
-            _softcap("final_logit_softcapping", "final_softcap"),
+            softcap_of("final_logit_softcapping", "final_softcap"),
             GEMMA4_LAYERS,
         ),
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     )
 
 
@@ -694,16 +446,14 @@ FAMILIES: dict[str, Family] = {
             same("n_layer", "layers"),
             same("n_embd", "hidden"),
             same("n_head", "heads"),
-            _gelu("activation_function"),
-            Entry(_read_gpt2_ffn, lambda model: {"n_inner": model.ffn}),
+            gelu_of("activation_function"),
+            Entry(read_gpt2_ffn, lambda model: {"n_inner": model.ffn}),
             same("n_positions", "max_positions"),
             same("layer_norm_epsilon", "norm_eps"),
             same("resid_pdrop", "dropout"),
             same("embd_pdrop", "embedding_dropout"),
             same("attn_pdrop", "attention_dropout"),
-            Entry(
-                lambda config: _require_default_width(config, config["n_embd"], config["n_head"])
-            ),
+            Entry(lambda config: require_default_width(config, config["n_embd"], config["n_head"])),
             Entry(lambda config: require_layers_alike(config, 0, config["n_layer"])),
         ),
         aliases={
@@ -740,13 +490,13 @@ FAMILIES: dict[str, Family] = {
             *_ROTARY,
             _WIDTH,
             ROPE_OF_GPT_NEOX,
-            _gelu("hidden_act"),
+            gelu_of("hidden_act"),
             same("layer_norm_eps", "norm_eps"),
             _ATTENTION_BIAS,
             same("use_parallel_residual", "parallel_residual"),
             same("hidden_dropout", "dropout"),
             Entry(
-                lambda config: _require_default_width(
+                lambda config: require_default_width(
                     config, config["hidden_size"], config["num_attention_heads"]
                 )
             ),
@@ -761,7 +511,7 @@ FAMILIES: dict[str, Family] = {
         entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, same("mlp_bias", "mlp_bias"), NO_WINDOW),
         # as files of the first Llama have it, which transformers does not read
         aliases={"max_sequence_length": "max_position_embeddings"},
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
     ),
     "qwen2": Family(
         ours="qwen2",
@@ -790,7 +540,7 @@ FAMILIES: dict[str, Family] = {
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
         },
-        requires=_has_experts,
+        requires=with_experts,
         entries=(
             *_LLAMA,
             _SILU,
@@ -799,7 +549,7 @@ FAMILIES: dict[str, Family] = {
             WINDOWS_OF_QWEN2_MOE,
             experts_of_qwen(shared=True),
         ),
-        beyond_transformers_4=_qwen2_moe_beyond_4,
+        beyond_transformers_4=qwen2_moe_beyond_4,
     ),
     "qwen3": Family(
         ours="qwen3",
@@ -876,7 +626,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
         },
         entries=(*_QWEN3_5, _WIDTH),
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "qwen3_5_moe_text": Family(
         ours="qwen3_5",
@@ -892,10 +642,10 @@ FAMILIES: dict[str, Family] = {
             "num_experts": 256,
             "num_experts_per_tok": 8,
         },
-        requires=_has_experts,
+        requires=with_experts,
         entries=(*_QWEN3_5, EXPERTS_OF_QWEN3_5),
         aliases={"num_local_experts": "num_experts"},
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "deepseek_v2": Family(
         ours="deepseek_v2",
@@ -917,7 +667,7 @@ FAMILIES: dict[str, Family] = {
         entries=(
             *_DEEPSEEK,
             same("mlp_bias", "mlp_bias"),
-            Entry(_read_no_mtp_layers, lambda model: {"num_nextn_predict_layers": 0}),
+            Entry(read_no_mtp_layers, lambda model: {"num_nextn_predict_layers": 0}),
             EXPERTS_OF_DEEPSEEK_V2,
         ),
         aliases={
@@ -929,7 +679,7 @@ FAMILIES: dict[str, Family] = {
             "moe_layer_freq": (1, None),
             "seq_aux": (True, None),
         },
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
     ),
     "deepseek_v3": Family(
         ours="deepseek_v3",
@@ -993,7 +743,7 @@ FAMILIES: dict[str, Family] = {
         | _SOFTCAPS
         | {"vocab_size": 256000, "max_position_embeddings": 8192},
         entries=_GEMMA2,
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
         allowed=_OLDER_TANH_GELU,
     ),
     "gemma3_text": Family(
@@ -1014,7 +764,7 @@ FAMILIES: dict[str, Family] = {
                 window_base_key="rope_local_base_freq",
             ),
         ),
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
         allowed=_OLDER_TANH_GELU,
         beyond_transformers_4=by_layer_beyond_transformers_4("gemma3_text"),
     ),
@@ -1094,7 +844,7 @@ FAMILIES: dict[str, Family] = {
             "initial_context_length": None,  # no key of its class, but of the published files
             "experts_per_token": None,
         },
-        requires=_has_experts,
+        requires=with_experts,
         entries=(
             *_LLAMA,
             _SILU,
@@ -1102,12 +852,12 @@ FAMILIES: dict[str, Family] = {
             by_layer_type(pattern=2, unused_window=128),
             _ATTENTION_BIAS,
             *LOCAL_EXPERTS,
-            Entry(_read_repeated_experts_per_token),
+            Entry(read_repeated_experts_per_token),
             same("swiglu_alpha", "swiglu_alpha"),
             same("swiglu_limit", "swiglu_limit"),
         ),
         aliases={"num_experts": "num_local_experts"},
-        beyond_transformers_4=_gpt_oss_beyond_4,
+        beyond_transformers_4=gpt_oss_beyond_4,
     ),
     "nemotron_h": Family(
         ours="nemotron_h",
@@ -1183,7 +933,7 @@ FAMILIES: dict[str, Family] = {
             "mamba_proj_bias": (False, None),
             "num_nextn_predict_layers": (0, None),
         },
-        beyond_transformers_4=_nemotron_h_beyond_4,
+        beyond_transformers_4=nemotron_h_beyond_4,
     ),
     "mistral": Family(
         ours="mistral",
@@ -1203,7 +953,7 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 8,
             "router_jitter_noise": 0.0,
         },
-        requires=_has_experts,
+        requires=with_experts,
         entries=(*_LLAMA, _SILU, ROPE, WINDOW_OF_ALL_LAYERS, *LOCAL_EXPERTS),
         aliases={"num_experts": "num_local_experts"},
     ),
@@ -1224,7 +974,7 @@ FAMILIES: dict[str, Family] = {
         },
         entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, same("mlp_bias", "mlp_bias"), NO_WINDOW),
         allowed=_NO_CLIPPING,
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
     ),
     "internlm3": Family(
         ours="llama",
@@ -1245,13 +995,13 @@ FAMILIES: dict[str, Family] = {
             _SILU,
             ROPE,
             Entry(
-                _read_biases_of_internlm3,
+                read_biases_of_internlm3,
                 lambda model: {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias},
             ),
             NO_WINDOW,
         ),
         aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
     ),
     "seed_oss": Family(
         ours="seed_oss",
@@ -1393,7 +1143,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         entries=(*_COHERE, WINDOWS_OF_COHERE2),
         allowed=_KEYS_OF_COHERE,
-        requires=_heads_fill_hidden,
+        requires=heads_fill_hidden,
     ),
     "nanochat": Family(
         ours="nanochat",
@@ -1416,10 +1166,10 @@ FAMILIES: dict[str, Family] = {
             only("hidden_act", "relu2"),
             ROPE_OF_NANOCHAT,
             _ATTENTION_BIAS,
-            _softcap("final_logit_softcapping", "final_softcap"),
+            softcap_of("final_logit_softcapping", "final_softcap"),
             NO_WINDOW,
         ),
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "apertus": Family(
         ours="apertus",
@@ -1437,7 +1187,7 @@ FAMILIES: dict[str, Family] = {
         entries=(*_LLAMA, only("hidden_act", "xielu"), ROPE_OF_APERTUS, _ATTENTION_BIAS, NO_WINDOW),
         # of published files, which its class does not read
         allowed={"qk_norm": (True,), "post_norm": (False,)},
-        beyond_transformers_4=_apertus_beyond_4,
+        beyond_transformers_4=apertus_beyond_4,
     ),
     "ministral3": Family(
         ours="ministral3",
@@ -1453,7 +1203,7 @@ FAMILIES: dict[str, Family] = {
             "pad_token_id": 11,
         },
         entries=(*_LLAMA, _SILU, ROPE_OF_MINISTRAL3, WINDOW_OF_ALL_LAYERS),
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "granite": Family(
         ours="granite",
@@ -1467,8 +1217,8 @@ FAMILIES: dict[str, Family] = {
         defaults=_GRANITE_DEFAULTS | _EXPERTS_DEFAULTS | {"num_local_experts": 8},
         entries=(*_GRANITE, *LOCAL_EXPERTS),
         aliases={"num_experts": "num_local_experts"},
-        requires=_has_experts,
-        beyond_transformers_4=_granitemoe_beyond_4,
+        requires=with_experts,
+        beyond_transformers_4=granitemoe_beyond_4,
     ),
     "arcee": Family(
         ours="arcee",
@@ -1492,7 +1242,7 @@ FAMILIES: dict[str, Family] = {
             same("mlp_bias", "mlp_bias"),
             NO_WINDOW,
         ),
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
     ),
     "olmoe": Family(
         ours="olmoe",
@@ -1513,7 +1263,7 @@ FAMILIES: dict[str, Family] = {
         entries=(
             *_LLAMA,
             # Its norms of queries and keys are as wide as if heads filled the features.
-            Entry(_require_heads_of_hidden),
+            Entry(require_heads_of_hidden),
             _SILU,
             ROPE,
             _ATTENTION_BIAS,
@@ -1522,7 +1272,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases={"num_local_experts": "num_experts"},
         allowed=_NO_CLIPPING,
-        requires=lambda model: _has_experts(model) and _heads_fill_hidden(model),
+        requires=lambda model: with_experts(model) and heads_fill_hidden(model),
     ),
     "minimax_m2": Family(
         ours="minimax_m2",
@@ -1555,8 +1305,8 @@ FAMILIES: dict[str, Family] = {
             ROPE_OF_MINIMAX,
             *LOCAL_EXPERTS,
             always(router={"score": "sigmoid", "correction": True}),
-            Entry(_read_no_mtp_layers),
-            Entry(_read_kinds_of_minimax),
+            Entry(read_no_mtp_layers),
+            Entry(read_kinds_of_minimax),
             NO_WINDOW,
         ),
         aliases={"num_experts": "num_local_experts", "num_mtp_modules": "num_mtp_layers"},
@@ -1570,8 +1320,8 @@ FAMILIES: dict[str, Family] = {
             "use_mtp": (True, False, None),
             "mtp_transformer_layers": (1, 0, None),
         },
-        requires=_has_experts,
-        beyond_transformers_4=_newer_than_4,
+        requires=with_experts,
+        beyond_transformers_4=newer_than_4,
     ),
     "dots1": Family(
         ours="dots1",
@@ -1644,8 +1394,8 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases={"num_local_experts": "n_routed_experts"},
         allowed={"first_k_dense_replace": (0, None)},
-        requires=_has_experts,
-        beyond_transformers_4=_newer_than_4,
+        requires=with_experts,
+        beyond_transformers_4=newer_than_4,
     ),
     "glm4_moe_lite": Family(
         ours="glm4_moe_lite",
@@ -1685,7 +1435,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases=_ROUTED_ALIASES,
         allowed=_SIGMOID_ROUTING,
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "youtu": Family(
         ours="youtu",
@@ -1708,10 +1458,10 @@ FAMILIES: dict[str, Family] = {
         entries=(
             *_DEEPSEEK,
             only("rope_interleave", True, False),
-            Entry(_read_first_weights_of_youtu, _write_first_weights_of_youtu),
+            Entry(read_first_weights_of_youtu, write_first_weights_of_youtu),
             NO_WINDOW,
         ),
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "kimi_linear": Family(
         ours="kimi_linear",
@@ -1749,7 +1499,7 @@ FAMILIES: dict[str, Family] = {
             # Its head is never the embedding.
             only("tie_word_embeddings", False),
             _WIDTH,
-            Entry(_read_latents, _write_latent_attention),
+            Entry(read_latents, write_latent_attention),
             _SILU,
             same("rms_norm_eps", "norm_eps"),
             _ATTENTION_BIAS,
@@ -1759,7 +1509,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases=ALIASES_OF_KIMI,
         allowed=ALLOWED_OF_KIMI,
-        beyond_transformers_4=_newer_than_4,
+        beyond_transformers_4=newer_than_4,
     ),
     "gemma": Family(
         ours="gemma2",
@@ -1798,14 +1548,14 @@ FAMILIES: dict[str, Family] = {
         | _SOFTCAPS
         | {"vocab_size": 256000, "max_position_embeddings": 8192},
         entries=(*_GEMMA2, always(norm_at="before")),
-        requires=_heads_divide_hidden,
+        requires=heads_divide_hidden,
     ),
     "cohere": Family(
         ours="cohere2",
         architecture="CohereForCausalLM",
         defaults=_COHERE_DEFAULTS | {"rope_theta": 500_000.0},
         entries=(*_COHERE, NO_WINDOW),
-        requires=_heads_fill_hidden,
+        requires=heads_fill_hidden,
     ),
     "glm4": Family(
         ours="glm4",
@@ -1845,8 +1595,8 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": None,
         },
         entries=(*_LLAMA, _SILU, ROPE_OF_CWM, same("mlp_bias", "mlp_bias"), WINDOWS_OF_CWM),
-        requires=_heads_divide_hidden,
-        beyond_transformers_4=_unknown_to_4("cwm"),
+        requires=heads_divide_hidden,
+        beyond_transformers_4=unknown_to_4("cwm"),
     ),
     "hyperclovax": Family(
         ours="granite",
@@ -1859,14 +1609,14 @@ FAMILIES: dict[str, Family] = {
                 lambda config: {"norm_at": "around" if config["use_post_norm"] else "before"},
                 lambda model: {"use_post_norm": model.norm_at == "around"},
             ),
-            _scale_of_logits("logits_scaling"),
+            scale_of_logits("logits_scaling"),
             Entry(
-                _read_scores_of_hyperclova,
-                lambda model: {"attention_multiplier": _factor_of_scores(model)},
+                read_scores_of_hyperclova,
+                lambda model: {"attention_multiplier": factor_of_scores(model)},
             ),
         ),
-        requires=_heads_divide_hidden,
-        beyond_transformers_4=_unknown_to_4("hyperclovax"),
+        requires=heads_divide_hidden,
+        beyond_transformers_4=unknown_to_4("hyperclovax"),
     ),
     "starcoder2": Family(
         ours="gpt_neox",
@@ -1896,7 +1646,7 @@ FAMILIES: dict[str, Family] = {
             _HEADS,
             _WIDTH,
             same("norm_epsilon", "norm_eps"),
-            _gelu("hidden_act"),
+            gelu_of("hidden_act"),
             ROPE,
             WINDOW_OF_ALL_LAYERS,
             same("use_bias", "qkv_bias", "output_bias", "mlp_bias"),
@@ -1933,8 +1683,8 @@ FAMILIES: dict[str, Family] = {
         },
         entries=(
             *_ROTARY,
-            Entry(_read_kv_heads, lambda model: {"num_key_value_heads": model.kv_heads}),
-            Entry(_require_heads_of_hidden),
+            Entry(read_kv_heads, lambda model: {"num_key_value_heads": model.kv_heads}),
+            Entry(require_heads_of_hidden),
             _WIDTH,
             same("layer_norm_eps", "norm_eps"),
             _SILU,
@@ -1944,11 +1694,11 @@ FAMILIES: dict[str, Family] = {
             same("use_qkv_bias", "qkv_bias"),
             only("qk_layernorm", False),
             Entry(
-                _read_parallel_branches,
+                read_parallel_branches,
                 lambda model: {"use_parallel_residual": model.parallel_residual},
             ),
         ),
-        requires=_heads_fill_hidden,
+        requires=heads_fill_hidden,
     ),
     "jais2": Family(
         ours="gpt_neox",
@@ -1981,7 +1731,12 @@ FAMILIES: dict[str, Family] = {
             _ATTENTION_BIAS,
             same("mlp_bias", "mlp_bias"),
         ),
-        requires=_heads_divide_hidden,
-        beyond_transformers_4=_unknown_to_4("jais2"),
+        requires=heads_divide_hidden,
+        beyond_transformers_4=unknown_to_4("jais2"),
     ),
 }
+
+
+def keys_of(config: Json) -> ConfigKeys:
+    """Return the keys of a config.json, whose model_type must be known."""
+    return ConfigKeys(config, FAMILIES[config["model_type"]])

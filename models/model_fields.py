@@ -30,7 +30,7 @@ _NOT_WITH_PATTERNS = (*_NOT_WITH_RECURRENCE, "latent", "delta_net", "dense_layer
 
 @dataclass(frozen=True)
 class Beside:
-    """What a key needs of other keys where it is on: true, above 0, not empty.
+    """The needs of a key that is on: true, above 0, not empty.
 
     of_attention: attention alone reads it, so that a model without layers of attention refuses it.
     not_with: other keys that the model cannot have on too.

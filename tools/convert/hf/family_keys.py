@@ -1,5 +1,5 @@
-"""How families of Hugging Face's read and write what no key of one name says: odd keys of a
-config.json, and what a model needs transformers 5 for."""
+"""The odd keys of Hugging Face's families, read and written by functions, and what a model needs
+transformers 5 for."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator

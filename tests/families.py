@@ -657,6 +657,99 @@ CASES: dict[str, Case] = {
         {"window": 5, "qkv_bias": True, "output_bias": True, "logit_divisor": 16.0, "tied": True}
         | {"kv_heads": 1},
     ),
+    "cohere": Case(
+        "cohere",
+        {"layer_norm_eps": 1e-3, "logit_scale": 0.3, "attention_bias": True}
+        | _rope("default", 50.0),
+        {"norm_eps": 1e-3, "logit_divisor": 1 / 0.3, "rope_base": 50.0, "tied": False}
+        | {"qkv_bias": True, "output_bias": True},
+    ),
+    "glm4": Case(
+        "glm4",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            **_rope("default", 50.0, partial_rotary_factor=0.5),
+        },
+        {"head_dim": 8, "rope_base": 50.0},
+    ),
+    "glm4 tied, without biases, kv1": Case(
+        "glm4",
+        {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}
+        | {"attention_bias": False, **_rope("default", 100.0, partial_rotary_factor=0.25)},
+        {"head_dim": 16, "rope_base": 100.0, "rotary_fraction": 0.25, "qkv_bias": False}
+        | {"tied": True, "kv_heads": 1},
+    ),
+    "glm": Case(
+        "glm",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            **_rope("default", 50.0, partial_rotary_factor=0.5),
+        },
+        {"head_dim": 8, "rope_base": 50.0, "norm_at": "before"},
+    ),
+    "gemma": Case(
+        "gemma",
+        {"hidden_size": 36, "head_dim": 6, **_rope("default", 50.0)},
+        {"hidden": 36, "head_dim": 6, "rope_base": 50.0, "norm_at": "before", "tied": False}
+        | {"attention_softcap": 0.0, "final_softcap": 0.0, "window": 0},
+    ),
+    "vaultgemma": Case(
+        "vaultgemma",
+        {"hidden_size": 36, "head_dim": 6, "query_pre_attn_scalar": 7, "sliding_window": 5}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}
+        | _rope("default", 50.0),
+        {"hidden": 36, "head_dim": 6, "attention_scalar": 7.0, "window": 5, "window_layers": (0,)}
+        | {"attention_softcap": 1.5, "final_softcap": 2.5, "rope_base": 50.0}
+        | {"norm_at": "before", "tied": False},
+    ),
+    "hyperclovax": Case(
+        "hyperclovax",
+        {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 0.22, "logits_scaling": 1.7},
+        {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "norm_at": "around"}
+        | {"branch_scale": 0.22, "logit_divisor": 1 / 1.7, "tied": False},
+    ),
+    "stablelm": Case(
+        "stablelm",
+        {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "hidden_size": 32}
+        | _rope("default", 50.0, partial_rotary_factor=0.5),
+        {"norm_eps": 1e-3, "qkv_bias": True, "hidden": 32, "rotary_fraction": 0.5}
+        | {"output_bias": False, "mlp_bias": False, "mlp": "swiglu", "rope_base": 50.0}
+        | {"parallel_residual": False},
+    ),
+    "starcoder2": Case(
+        "starcoder2",
+        {
+            "norm_epsilon": 1e-3,
+            "sliding_window": 5,
+            "hidden_act": "gelu_pytorch_tanh",
+            **_rope("default", 50.0),
+        },
+        {"norm_eps": 1e-3, "window": 5, "mlp": "gelu", "rope_base": 50.0}
+        | {"rotary_fraction": 1.0, "parallel_residual": False},
+    ),
+    "jais2": Case(
+        "jais2",
+        {"layer_norm_eps": 1e-3, "hidden_act": "relu2", **_rope("default", 50.0)},
+        {"norm_eps": 1e-3, "mlp": "relu2", "rope_base": 50.0, "rotary_fraction": 1.0}
+        | {"parallel_residual": False},
+    ),
+    "ministral": Case(
+        "ministral",
+        {"head_dim": 10, "sliding_window": 5, **_rope("default", 50.0)}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        {"head_dim": 10, "window": 5, "window_layers": (1,), "rope_base": 50.0},
+    ),
+    "cwm": Case(
+        "cwm",
+        {"head_dim": 10, "sliding_window": 5, "mlp_bias": True, "bos_token_id": 1}
+        | _rope("llama3", 50.0, **LLAMA3)
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        {"head_dim": 10, "window": 5, "window_layers": (1,), "mlp_bias": True}
+        | {"rope_base": 50.0, "rope_scaling": {"kind": "llama3", **LLAMA3}},
+    ),
     "nanochat": Case(
         "nanochat",
         {"head_dim": 10, "final_logit_softcapping": 1.5, **_rope("default", 50.0)},
@@ -776,7 +869,21 @@ CASES: dict[str, Case] = {
     ),
 }
 # Of a family that is computed as another one is.
-OURS_OF = {"iquestcoder": "llama", "internlm3": "llama", "granitemoe": "granite"}
+OURS_OF = {
+    "iquestcoder": "llama",
+    "internlm3": "llama",
+    "granitemoe": "granite",
+    "hyperclovax": "granite",
+    "cohere": "cohere2",
+    "glm": "glm4",
+    "ministral": "mistral",
+    "cwm": "mistral",
+    "gemma": "gemma2",
+    "vaultgemma": "gemma2",
+    "stablelm": "gpt_neox",
+    "starcoder2": "gpt_neox",
+    "jais2": "gpt_neox",
+}
 
 
 def config_of(case: Case) -> ModelConfig:

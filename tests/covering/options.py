@@ -57,6 +57,7 @@ FAMILIES = (
     "nanochat",
     "apertus",
     "ministral3",
+    "glm4",
 )
 
 

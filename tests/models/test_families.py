@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.families import BATCH, CASES, LENGTH, MIXTRAL, THEIRS, Case, Job, config_of, step_all
+from tools.convert.hf.families import FAMILIES
 
 transformers = pytest.importorskip(
     "transformers", minversion="5", reason="needs transformers: the extra hf"
@@ -78,7 +79,7 @@ NAMES = {  # of what they call it in a layer, or outside
 
 
 # Of families whose rotary partners are neighbours, which in ours are halves of a head apart.
-WITH_NEIGHBOURS = ("ernie4_5", "cohere2")
+WITH_NEIGHBOURS = ("ernie4_5", "cohere2", "cohere", "glm4", "glm")
 # Of families that turn the other way.
 TURNED_BACK = ("nanochat",)
 TURNING = (".self_attn.q_proj.", ".self_attn.k_proj.")
@@ -94,13 +95,22 @@ AFTER = {
 AROUND = {"pre_feedforward_layernorm": "mlp_norm", **AFTER}
 NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND, "exaone4": AFTER}
 NORMS["gemma4_text"] = AROUND
+NORMS["vaultgemma"] = {"pre_feedforward_layernorm": "mlp_norm"}
+NORMS["glm4"] = {
+    "post_self_attn_layernorm": "attention_post_norm",
+    "post_mlp_layernorm": "mlp_post_norm",
+}
+NORMS["hyperclovax"] = {
+    "post_norm1": "attention_post_norm",
+    "post_norm2": "mlp_post_norm",
+}
 # What stands in buffers there, by the ends of their names.
 BUFFERS = {"e_score_correction_bias": "mlp.router.correction", "layer_scalar": "scalar"}
 
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
-    if config.model_type == "phi3":
+    if config.model_type in ("phi3", "glm4", "glm"):
         theirs = _apart(config, theirs)
     if config.model_type != "nemotron_h":
         others = {
@@ -119,7 +129,8 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _apart(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of Phi-3 by the names of a Llama, whose projections are tensors of their own."""
+    """Tensors of Phi-3 or GLM by the names of a Llama, whose projections are tensors of their
+    own."""
     rows = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
     apart: dict[str, Tensor] = {}
     for path, tensor in theirs.items():
@@ -144,7 +155,9 @@ def _in_halves(config: Any, path: str, tensor: Tensor) -> Tensor:
     heads = tensor.unflatten(0, (-1, width))
     if config.model_type in TURNED_BACK:
         return heads.roll(width // 2, 1).flatten(0, 1)
-    return torch.cat((heads[:, 0::2], heads[:, 1::2]), 1).flatten(0, 1)
+    turned = int(width * getattr(config, "rope_parameters", {}).get("partial_rotary_factor", 1))
+    parts = (heads[:, 0:turned:2], heads[:, 1:turned:2], heads[:, turned:])
+    return torch.cat(parts, 1).flatten(0, 1)
 
 
 def _heads_in(config: Any, path: str) -> int:
@@ -523,6 +536,12 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float) 
         if not distance <= close * scale:
             far[name] = distance / scale if scale else distance
     return far
+
+
+def test_every_kind_of_folder_that_is_read_is_one_of_these_cases() -> None:
+    kinds = {case.kind for case in CASES.values()}
+    # as Gemma 4 in all that is computed
+    assert FAMILIES.keys() - kinds == {"gemma4_unified_text"}
 
 
 @pytest.mark.cases(len(CASES), sample=9)

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
+from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.attention.packing import UNPACKED, Packing
@@ -497,9 +498,11 @@ def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:
     assert sum(sizes) == pytest.approx(said.activations, rel=0.05)
 
 
-def test_without_halves_nothing_is_put_off_from_a_backward_pass_and_all_else_is_as_with_them() -> (
-    None
-):
+def test_without_halves_nothing_is_put_off_from_a_backward_pass_and_all_else_is_as_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # of any processor: one without products of bf16 multiplies in FP32, by tensors of its own
+    monkeypatch.setattr(gemm, "slow_bf16", lambda tensor: False)
     config = ModelConfig(**FAMILIES["llama"])
     cut = cuts(config, 4, LENGTH)[1]
     options = EngineOptions(BATCH, LENGTH)

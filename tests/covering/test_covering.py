@@ -30,6 +30,7 @@ from tests.covering.trial import (
     values_of_options,
 )
 from tests.families import CASES
+from tests.families import config_of as model_of
 from tests.parity.campaign import forked, left
 from tests.ranks import run_ranks
 from tests.refusals import shows
@@ -157,7 +158,8 @@ def test_a_combination_that_needs_another_value_is_tried_with_it() -> None:
 
 
 def test_every_family_and_rule_that_the_oracle_has_and_every_schedule_is_an_option() -> None:
-    assert {CASES[family].kind for family in FAMILIES} == {case.kind for case in CASES.values()}
+    families = {model_of(CASES[family]).family for family in FAMILIES}
+    assert families == {model_of(case).family for case in CASES.values()}
     plain = {name: next(iter(values)) for name, values in OPTIONS.items()}
     rules = [config_of({**plain, "update": update}).optimizer.name for update in OPTIONS["update"]]
     assert {*rules} == {*ORACLE_RULES}

@@ -76,10 +76,14 @@ def check_resumable(
 ) -> None:
     """Raise UserError if the run cannot resume from the newest checkpoint in its folder.
 
-    corpus: None before the data is open; then only keys are compared. allowed: differences that are
+    corpus: None before the data is open; then only keys are compared, and former folders of the
+    run's checkpoints are looked at. allowed: differences that are
     accepted, of `data_identity.ALLOW`.
     """
-    checkpoint, branches = _checked_start(config)
+    checkpoint, branches = _opened_start(config)
+    # only once: a former place may be at a URL that does not answer
+    if corpus is None and (checkpoint is None or branches):
+        optional_parts.require_no_former_checkpoint(config)
     if checkpoint is None:
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
@@ -112,14 +116,10 @@ def check_resumable(
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
 
 
-def _checked_start(config: RunConfig) -> tuple[Store | None, bool]:
-    """Return the checkpoint that the run goes on from, and whether it is another run's. Raises
-    UserError if the run would leave its own ones in a former folder."""
+def _opened_start(config: RunConfig) -> tuple[Store | None, bool]:
+    """Return the checkpoint that the run goes on from, and whether it is another run's."""
     checkpoint = open_start(config)
-    branches = checkpoint is not None and is_branch(config, checkpoint.path)
-    if checkpoint is None or branches:
-        optional_parts.require_no_former_checkpoint(config)
-    return checkpoint, branches
+    return checkpoint, checkpoint is not None and is_branch(config, checkpoint.path)
 
 
 def _require_name_of_step(config: RunConfig, path: Path, step: int) -> None:

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import IO, Any, TextIO
 
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import is_unicode
+from megaprec.scratch import scratch_folder
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all packages
 END_FILE = "--end-file"  # hidden option of the command: where it tells how it ended
@@ -115,7 +115,7 @@ def train(
         options.append(f"--export-hf={os.fspath(export_hf)}")
     if export_ema:
         options.append("--export-ema")
-    with tempfile.TemporaryDirectory(prefix="megaprec_") as scratch:
+    with scratch_folder("train") as scratch:
         words = [*_words_of_run(run, Path(scratch)), *overrides, *_words_of_keys(keys.items())]
         _require_words(words)
         end_file = Path(scratch, "end.json")

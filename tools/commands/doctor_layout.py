@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from tools.commands.parity import Options, certify
 from tools.config.run_file import RunConfig, load_run
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
@@ -102,7 +103,7 @@ def _proven_finding(layout: str, entry: Mapping[str, Any], applied: int) -> Find
 
 def parity_here(config: RunConfig, file: str) -> Finding:
     """Compare on local ranks."""
-    with tempfile.TemporaryDirectory(prefix="megaprec_doctor_") as folder:
+    with scratch_folder("doctor") as folder:
         return parity(config, file, Path(folder))
 
 

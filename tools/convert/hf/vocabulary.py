@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import sentencepiece
@@ -18,6 +17,7 @@ import sentencepiece
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
+from megaprec.scratch import scratch_folder
 from megaprec.text.characters import CharacterTokenizer
 from megaprec.text.encoding import sentencepiece_encoder
 from megaprec.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -250,7 +250,7 @@ def class_note(tokenizer_files: Sequence[Path]) -> list[str]:
 def require_writable(tokenizer_files: Sequence[Path]) -> None:
     """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
     # Written for real, since only the result tells whether it splits alike.
-    with TemporaryDirectory() as folder:
+    with scratch_folder("tokenizer") as folder:
         try:
             write_tokenizer(tokenizer_files, Path(folder))
         except UserError as error:

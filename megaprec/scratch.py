@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megaprec.durable import put_text
+
 PREFIX = "megaprec_"  # begins the name of each folder
 LOCK = ".in_use"  # the file that is locked; it has the name of the machine
 
@@ -47,7 +49,7 @@ def _lock(folder: Path) -> int | None:
     path = folder / LOCK
     unfinished = path.with_name(LOCK + ".part")
     with suppress(OSError):
-        unfinished.write_text(socket.gethostname(), encoding="utf-8")
+        put_text(unfinished, socket.gethostname())
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

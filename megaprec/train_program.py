@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, TextIO
 
+from megaprec.durable import put_text
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import is_unicode
 from megaprec.scratch import scratch_folder
@@ -137,7 +138,7 @@ def tell_end(
     told_problems = [[problem, problem.code, problem.fields] for problem in problems]
     told_result = None if result is None else asdict(result)
     told = {"problems": told_problems, "reason": reason, "result": told_result}
-    file.write_text(json.dumps(told, default=str), encoding="utf-8")
+    put_text(file, json.dumps(told, default=str))
 
 
 def end_file_in(words: Sequence[str]) -> Path | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from megaprec.durable import read_whole
+from megaprec.durable import put_text, read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.resources import is_for_want_of_resources
 from megaprec.scratch import scratch_folder
@@ -135,8 +135,8 @@ def escapes() -> tuple[bytes, bytes]:
         escape_file = Path(folder, "there.tsv")
         unescape_file = Path(folder, "back.tsv")
         rules = {_code_points(character): _code_points(text) for character, text in ESCAPES.items()}
-        escape_file.write_text("".join(f"{plain}\t{text}\n" for plain, text in rules.items()))
-        unescape_file.write_text("".join(f"{text}\t{plain}\n" for plain, text in rules.items()))
+        put_text(escape_file, "".join(f"{plain}\t{text}\n" for plain, text in rules.items()))
+        put_text(unescape_file, "".join(f"{text}\t{plain}\n" for plain, text in rules.items()))
         tiny = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["ab"]),

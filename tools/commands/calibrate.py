@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.durable import read_whole
+from megaprec.durable import put_text, read_whole
 from megaprec.errors import UserError
 from megaprec.precision.plan import DTYPES
 from megaprec.resources import cores
@@ -172,7 +172,7 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
             rows["process"] = process
             # renamed when it is complete, for the parent reads whatever has the name
             unfinished = answer.with_suffix(".part")
-            unfinished.write_text(json.dumps(rows), encoding="utf-8")
+            put_text(unfinished, json.dumps(rows))
             unfinished.rename(answer)
         axis.barrier()
     return 0

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megaprec.durable import read_whole
+from megaprec.durable import put_text, read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
 from megaprec.scratch import scratch_folder
@@ -236,7 +236,7 @@ def _as_local_rank(request: DoctorRequest, answer: Path) -> int:
         # renamed when it is complete, for the parent reads whatever has the name
         unfinished = answer.with_suffix(".part")
         fields = [asdict(finding) for finding in findings]
-        unfinished.write_text(json.dumps(fields), encoding="utf-8")
+        put_text(unfinished, json.dumps(fields))
         unfinished.rename(answer)
         context.publish("over", 1)
     else:

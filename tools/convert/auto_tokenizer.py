@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import put_text
 from megaprec.scratch import scratch_folder
 from megaprec.text.characters import CharacterTokenizer
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,7 +44,7 @@ def auto_tokenizer_line(
         return ""
     with scratch_folder("tokenizer") as temporary:
         folder = Path(temporary)
-        (folder / "config.json").write_text(json.dumps(config))
+        put_text(folder / "config.json", json.dumps(config))
         write_tokenizer(files, folder, begin)
         written = load_tokenizer(folder / "tokenizer.json")
         try:

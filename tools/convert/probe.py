@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.durable import put_text
 from megaprec.errors import UserError
 from megaprec.scratch import scratch_folder
 from models.config import ModelConfig
@@ -439,7 +440,7 @@ def difference(config: str) -> float:
         with scratch_folder("probe") as name:
             folder = Path(name)
             theirs = _logits_of_transformers(settings, folder, token_ids)
-            (folder / CONFIG).write_text(config)
+            put_text(folder / CONFIG, config)
             # Our model reads the weights that transformers has saved: names and layouts are tried
             # too.
             stage = load_stage(open_hf(folder), "fp64")

@@ -14,7 +14,7 @@ from typing import Any
 
 import sentencepiece
 
-from megaprec.durable import read_whole
+from megaprec.durable import put_bytes, put_text, read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from megaprec.scratch import scratch_folder
@@ -186,16 +186,12 @@ def write_tokenizer(
         content = parse_json(read_text(tokenizer_file))
     else:
         content = _as_tokenizer_json(tokenizer_file)
-    (folder / "tokenizer.json").write_text(
-        json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
-    )
+    put_text(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False, indent=1))
     settings = _settings(tokenizer_files, content, tokenizer, begin)
-    (folder / CONFIG).write_text(
-        json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8"
-    )
+    put_text(folder / CONFIG, json.dumps(settings, indent=2, ensure_ascii=False))
     for name in (SPECIAL_MAP, TEMPLATE):
         for file in _named(tokenizer_files, name):
-            (folder / name).write_bytes(read_whole(file))
+            put_bytes(folder / name, read_whole(file))
     # The proof that nothing was lost on the way.
     if of_characters:
         probe = "".join(tokenizer.vocabulary())

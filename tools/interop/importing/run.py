@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import put_text
 from megaprec.errors import UserError
 from megaprec.scratch import scratch_folder
 from tools.config.resolved_run import resolve_run
@@ -304,7 +305,7 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
         lines += _stand_in(draft)
     with scratch_folder("import") as folder:
         path = Path(folder) / "run.toml"
-        path.write_text("\n".join(lines))
+        put_text(path, "\n".join(lines))
         try:
             resolve_run(path)
         except UserError as error:

@@ -37,7 +37,7 @@ def scratch_folder(subject: str, place: str | None = None) -> Iterator[str]:
         try:
             yield name
         finally:
-            # while it is locked: nobody else removes it
+            # while it is locked: no other command removes it
             temporary.cleanup()
             if lock is not None:
                 os.close(lock)
@@ -45,7 +45,7 @@ def scratch_folder(subject: str, place: str | None = None) -> Iterator[str]:
 
 def _lock(folder: Path) -> int | None:
     """Lock a new folder until the descriptor that is returned is closed. None where there are no
-    locks: then nobody removes it."""
+    locks: then no other command removes the folder."""
     path = folder / LOCK
     unfinished = path.with_name(LOCK + ".part")
     with suppress(OSError):
@@ -76,7 +76,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Return True if the lock of a folder is of this machine, and nobody holds it."""
+    """Return True if the lock of a folder is of this machine, and no process holds it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # it was removed meanwhile

@@ -80,10 +80,8 @@ def check_resumable(
     run's checkpoints are looked at. allowed: differences that are
     accepted, of `data_identity.ALLOW`.
     """
-    checkpoint, branches = _opened_start(config)
-    # only once: a former place may be at a URL that does not answer
-    if corpus is None and (checkpoint is None or branches):
-        optional_parts.require_no_former_checkpoint(config)
+    # once is enough: a former place may be at a URL that does not answer
+    checkpoint, branches = _checked_start(config, looks_at_former=corpus is None)
     if checkpoint is None:
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
@@ -116,10 +114,17 @@ def check_resumable(
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
 
 
-def _opened_start(config: RunConfig) -> tuple[Store | None, bool]:
-    """Return the checkpoint that the run goes on from, and whether it is another run's."""
+def _checked_start(config: RunConfig, looks_at_former: bool) -> tuple[Store | None, bool]:
+    """Return the checkpoint that the run goes on from, and whether it is another run's. Raises
+    UserError if the run would leave its own ones in a former folder.
+
+    looks_at_former: look for these.
+    """
     checkpoint = open_start(config)
-    return checkpoint, checkpoint is not None and is_branch(config, checkpoint.path)
+    branches = checkpoint is not None and is_branch(config, checkpoint.path)
+    if looks_at_former and (checkpoint is None or branches):
+        optional_parts.require_no_former_checkpoint(config)
+    return checkpoint, branches
 
 
 def _require_name_of_step(config: RunConfig, path: Path, step: int) -> None:

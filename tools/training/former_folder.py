@@ -45,7 +45,7 @@ def notes_on_former_places(config: RunConfig) -> Iterator[str]:
 
 
 def _look_into(place: str, config: RunConfig) -> tuple[Path | None, str]:
-    """Return the newest checkpoint of a former place and "", or None and why it is not known whether
+    """Return the newest checkpoint of a former place and "", or None and why it is not known if
     there is one. Raises UserError if that checkpoint is damaged."""
     try:
         folder = checkpoint_folder(place, Path(config.train.folder))

@@ -18,6 +18,7 @@ from typing import cast
 
 from megaprec.url_secrets import masked
 
+TRIED = 1 << 16  # bytes that a file is made longer by to see if there is room
 PART = ".part"  # ends the name of a file until it is whole
 # errors of a disk or folder, whatever the name of the file there
 OF_THE_PLACE = (
@@ -29,6 +30,8 @@ OF_THE_PLACE = (
     errno.EACCES,
     errno.ENOENT,
 )
+# those of a disk, whoever wrote the file
+OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 REMEDIES = {
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there, or raise the quota",
@@ -152,6 +155,24 @@ def write_file(path: Path, content: bytes) -> None:
     with naming_file(path), path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(content))
         os.fsync(file.fileno())
+
+
+def put_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8, which may not be on the disk yet. Raises OSError with the path."""
+    put_bytes(path, text.encode())
+
+
+def put_bytes(path: Path, content: bytes) -> None:
+    """Write a file, which may not be on the disk yet. Raises OSError with the path."""
+    with naming_file(path):
+        path.write_bytes(content)
+
+
+def require_room(path: Path) -> None:
+    """Raise OSError with the path if its file cannot become longer, as on a full disk. For what is
+    written by a library that does not say why it failed; the file may be longer afterwards."""
+    with naming_file(path), path.open("ab", buffering=0) as file:
+        write_all(file.fileno(), memoryview(bytes(TRIED)))
 
 
 def append_line(path: Path, line: str) -> None:

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,8 +18,10 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, TextIO
 
+from megaprec.durable import put_text
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import is_unicode
+from megaprec.scratch import scratch_folder
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all packages
 END_FILE = "--end-file"  # hidden option of the command: where it tells how it ended
@@ -115,7 +116,7 @@ def train(
         options.append(f"--export-hf={os.fspath(export_hf)}")
     if export_ema:
         options.append("--export-ema")
-    with tempfile.TemporaryDirectory(prefix="megaprec_") as scratch:
+    with scratch_folder("train") as scratch:
         words = [*_words_of_run(run, Path(scratch)), *overrides, *_words_of_keys(keys.items())]
         _require_words(words)
         end_file = Path(scratch, "end.json")
@@ -137,7 +138,7 @@ def tell_end(
     told_problems = [[problem, problem.code, problem.fields] for problem in problems]
     told_result = None if result is None else asdict(result)
     told = {"problems": told_problems, "reason": reason, "result": told_result}
-    file.write_text(json.dumps(told, default=str), encoding="utf-8")
+    put_text(file, json.dumps(told, default=str))
 
 
 def end_file_in(words: Sequence[str]) -> Path | None:

@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
+from megaprec.scratch import scratch_folder
+
 STORE = "MEGAPREC_STORE"  # the path of the socket, set for ranks
 LONGEST_LINE = 1 << 26  # bytes of a request or an answer
 LONGEST_PATH = 90  # of a socket; Linux takes 107 bytes, macOS 103
@@ -34,8 +36,8 @@ GRACE = 5.0
 @contextmanager
 def served_store() -> Iterator[Path]:
     """Serve a store to processes of this user within the context; yield the path of its socket."""
-    # mkdtemp lets only this user enter
-    with tempfile.TemporaryDirectory(prefix="megaprec_", dir=_parent()) as folder:
+    # which only this user enters
+    with scratch_folder("store", _parent()) as folder:
         path = Path(folder) / "store"
         with _Server(str(path), _Table()) as server:
             thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True, name="store")

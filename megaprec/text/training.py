@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import sentencepiece
 
-from megaprec.durable import read_whole
+from megaprec.durable import put_text, read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.resources import is_for_want_of_resources
+from megaprec.scratch import scratch_folder
 from megaprec.text.characters import character_file, distinct_characters
 from megaprec.text.tokenizer_files import protobuf_fields
 from megaprec.text.tried_tokenizers import remember
@@ -131,12 +131,12 @@ def escapes() -> tuple[bytes, bytes]:
 
     It states a table only within a model, so a tiny one is trained.
     """
-    with TemporaryDirectory(prefix="megaprec_escapes_") as folder:
+    with scratch_folder("escapes") as folder:
         escape_file = Path(folder, "there.tsv")
         unescape_file = Path(folder, "back.tsv")
         rules = {_code_points(character): _code_points(text) for character, text in ESCAPES.items()}
-        escape_file.write_text("".join(f"{plain}\t{text}\n" for plain, text in rules.items()))
-        unescape_file.write_text("".join(f"{text}\t{plain}\n" for plain, text in rules.items()))
+        put_text(escape_file, "".join(f"{plain}\t{text}\n" for plain, text in rules.items()))
+        put_text(unescape_file, "".join(f"{text}\t{plain}\n" for plain, text in rules.items()))
         tiny = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["ab"]),

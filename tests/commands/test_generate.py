@@ -22,6 +22,7 @@ from tests import oracle
 from tests.refusals import sentence, shows
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
+from tools.console import progress_bar
 from tools.inference.generation import Generation, escape_control_characters
 from tools.inference.load import load_model
 from tools.inference.sampling import Sampling
@@ -207,6 +208,19 @@ def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
     assert capsys.readouterr().out == "\n".join(said)
 
 
+def test_texts_that_take_long_show_progress_on_stderr_where_no_text_appears_meanwhile(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", -1)
+    asked = ["generate", str(trained), "--prompt", "the ", "--prompt", "model ", "--tokens", "9"]
+    assert main([*asked, "--json"]) == 0
+    said = capsys.readouterr()
+    made = [json.loads(line) for line in said.out.splitlines()]
+    for number, one in enumerate(made, 1):
+        last = f"generating text {number} of 2  {one['tokens']} tokens"
+        assert any(line.startswith(last) for line in said.err.splitlines())
+
+
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("stop", ["say", " ", "model learns to", "is nowhere"])
 def test_the_text_ends_before_a_stop_string(
@@ -314,7 +328,8 @@ WRONG = {
     "--top-p 0": "--top-p 0: give a number above 0 and at most 1, which is no limit",
     "--top-p nan": "--top-p nan: give a number above 0 and at most 1, which is no limit",
     "--min-p 1.5": "--min-p 1.5: give a number from 0, which is no limit, to 1",
-    "--tokens -1": "--tokens -1: give 0 or more",
+    "--tokens -1": "--tokens -1: give 0 to 1048576",
+    "--tokens 99999999999": "--tokens 99999999999: give 0 to 1048576",
     "--prompts no.txt": "--prompts no.txt: no such file",
     "--prompts /tmp": "--prompts /tmp is a folder",
     "--prompts /dev/null": "--prompts /dev/null is a device or a socket, not a regular file",

@@ -191,3 +191,12 @@ def test_training_saves_its_state_when_its_reader_has_gone_and_is_complete_on_a_
     assert lines[-2] == "note: nobody reads standard output any more: training stops"
     assert lines[-1].startswith("stopped by SIGHUP after step ") and "state saved" in lines[-1]
     assert len([*(tmp_path / "endless" / "checkpoints").glob("step_*")]) == 1
+
+
+def test_standard_input_that_was_closed_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    monkeypatch.setattr(sys, "stdin", None)  # as Python leaves a closed one
+    guard_streams()
+    with sys.stdin as given:
+        assert given.read() == ""

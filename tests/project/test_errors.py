@@ -3,6 +3,7 @@
 import ast
 import json
 import pickle
+import re
 import string
 from collections.abc import Iterator
 from functools import cache
@@ -128,3 +129,16 @@ def test_json_has_code_line_and_fields_of_an_error(
     assert error["message"] == printed.err.strip()
     assert error["code"] == "data.data_set_missing"
     assert error["fields"] == {"path": f"{missing}.idx"}
+
+
+REPAIRS = r": (restore|remove|build|copy|fetch|pack|\{remedy\})|; copy "
+
+
+def test_whatever_is_found_damaged_is_told_with_what_to_do() -> None:
+    without = list[str]()
+    for area, by_name in sentences().items():
+        for name, text in by_name.items():
+            is_of_damage = re.search("damaged|is missing or does not|is not a checkpoint", text)
+            if is_of_damage and not re.search(REPAIRS, text):
+                without.append(f"{area}.{name}")
+    assert without == []

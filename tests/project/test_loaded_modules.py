@@ -51,8 +51,8 @@ def test_the_command_line_loads_no_command_and_no_torch() -> None:
         ("megaprec", 5),
         ("megaprec.optim.optimizer", 97),
         ("models.engine.engine", 182),
-        ("tools.commands.train", 333),
-        ("tools.training.rank", 325),
+        ("tools.commands.train", 334),
+        ("tools.training.rank", 326),
     ],
 )
 def test_a_module_loads_few_others(module: str, bound: int) -> None:

@@ -469,7 +469,7 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
         (
             ["generate", "run", "--prompt", "x", "--tokens=-1", "--temperature=nan", "--top-k=-1"],
             [
-                "--tokens -1: give 0 or more",
+                "--tokens -1: give 0 to 1048576",
                 r"--temperature nan: give 0 \(.*",
                 "--top-k -1: give at least 1.*",
             ],

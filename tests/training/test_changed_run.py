@@ -620,6 +620,28 @@ def test_a_run_whose_checkpoints_are_in_another_folder_does_not_begin_anew(
     assert shows(capfd.readouterr().err, "training.former_checkpoint", former=former)
 
 
+@pytest.mark.parametrize("gone", ["elsewhere", "gopher://bucket.example/run"])
+def test_a_former_folder_of_checkpoints_that_is_gone_is_told_and_refuses_no_run(
+    gone: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [OWN, f"train.folder={tmp_path / 'run'}", "train.steps=3"]
+    elsewhere = tmp_path / "elsewhere"
+    assert train(file, *keys, f"checkpoint.folder={elsewhere}") == 0
+    run_file = tmp_path / "run" / "run.toml"
+    place = gone if "://" in gone else str(elsewhere)
+    run_file.write_text(run_file.read_text("utf-8").replace(str(elsewhere), place), "utf-8")
+    elsewhere.rename(tmp_path / "moved")
+    elsewhere.symlink_to(tmp_path / "nowhere")
+    capsys.readouterr()
+    assert train(file, *keys) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    said = (
+        f'a former run of this folder had checkpoint.folder = "{place}", which cannot be looked at'
+    )
+    assert sum(said in note for note in notes) == 1
+    assert (tmp_path / "run" / "metrics.jsonl.old").is_file(), "nothing of the former run is lost"
+
+
 @pytest.mark.slow
 def test_first_weights_that_a_resumed_run_does_not_use_are_told(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str]

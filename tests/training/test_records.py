@@ -15,12 +15,14 @@ from tools.analysis.report.run import Run
 from tools.cli import main
 from tools.journal.journal import Journal
 from tools.journal.records import (
+    EVALUATIONS,
     EVENTS,
     FINITE_NUMBERS,
     METRICS,
     NUMBERS,
     lost_steps,
     odd_lines,
+    odd_records,
     read_events,
     read_lines,
     read_metrics,
@@ -94,18 +96,38 @@ def test_odd_lines_are_kept_named_and_not_used(
     assert note in capsys.readouterr().out
 
 
-def test_of_lines_after_the_last_checkpoint_only_the_whole_ones_are_named_as_taken_again(
+def test_of_lines_after_the_last_checkpoint_the_whole_ones_are_taken_again_and_one_cut_off_goes(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = rewind(file.parent / "run", tmp_path / "run", 3)
     lines = (run / METRICS).read_bytes().splitlines()
     (run / METRICS).write_bytes(b"\n".join(lines[:4]) + b"\n" + lines[4][:30])
-    assert odd_lines(run / METRICS) == ""
+    assert odd_lines(run / METRICS) == f"{run / METRICS}: line 5, the last, is cut off: not used"
     assert train(file, *OVERFLOWS, f"train.folder={run}") == 3
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    gone = f"{run / METRICS}: step 4 is taken again, so the line of this step goes"
-    assert notes == [f"note       {gone}"]
+    again = f"{run / METRICS}: step 4 is taken again, so the line of this step goes"
+    gone = f"{run / METRICS}: line 5, the last, is cut off: removed"
+    assert notes == [f"note       {again}", f"note       {gone}"]
     assert steps(run) == steps(file.parent / "run")
+
+
+@pytest.mark.parametrize("name", [METRICS, EVENTS, EVALUATIONS])
+def test_a_last_line_that_is_cut_off_is_told_by_readers_and_by_the_run_that_goes_on(
+    name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    evaluation = '{"event": "evaluation", "step": 1, "set": "eval_loss", "samples": 1, '
+    (run / EVALUATIONS).write_text(evaluation + '"losses": [1], "tokens": [1]}\n')
+    whole = (run / name).read_bytes()
+    number = whole.count(b"\n") + 1
+    (run / name).write_bytes(whole + whole.splitlines()[-1][:-1])
+    said = f"{run / name}: line {number}, the last, is cut off"
+    assert odd_records(run) == [f"{said}: not used"]
+    assert Run.read(run).notes == [f"{said}: not used"]
+    assert train(file, *OVERFLOWS, f"train.folder={run}", "train.steps=7") == 3
+    assert capsys.readouterr().out.count(f"note       {said}: removed\n") == 1
+    assert (run / name).read_bytes().startswith(whole)
+    assert odd_records(run) == []
 
 
 def test_steps_that_left_no_line_are_named(

@@ -10,7 +10,6 @@ agree; 1: they part, with the place; 2: it could not be tried, or wrong input.
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from parallel.described_world import is_rank_of_world
 from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json, print_result
@@ -225,7 +225,7 @@ def _replay_steps(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in launched ranks, whose sums have the order of one thread
     try:
-        with tempfile.TemporaryDirectory(prefix="megaprec_bisect_") as temporary:
+        with scratch_folder("bisect") as temporary:
             folder = Path(temporary)
             # in full size, for the difference is of these very runs
             plan = Plan(steps, small=False, start=start.checkpoint, states=True)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from importlib import import_module
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.durable import read_whole
+from megaprec.durable import put_text, read_whole
 from megaprec.errors import UserError
 from megaprec.precision.plan import DTYPES
 from megaprec.resources import cores
+from megaprec.scratch import scratch_folder
 from megaprec.tokens.files import write_whole
 from models.estimate.storage import Device
 from parallel.mesh import make_mesh, world
@@ -130,7 +130,7 @@ def _warn_of_load(device: Device) -> None:
 
 def _measure(device: Device, dtypes: list[str], ranks: int) -> dict[str, Any]:
     """Return the measurements of local ranks. Raises UserError if they end without an answer."""
-    with tempfile.TemporaryDirectory(prefix="megaprec_calibrate_") as folder:
+    with scratch_folder("calibrate") as folder:
         answer = Path(folder) / "rows"
         command = ["calibrate", "--device", device, ANSWER, str(answer)]
         for dtype in dtypes:
@@ -172,7 +172,7 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
             rows["process"] = process
             # renamed when it is complete, for the parent reads whatever has the name
             unfinished = answer.with_suffix(".part")
-            unfinished.write_text(json.dumps(rows), encoding="utf-8")
+            put_text(unfinished, json.dumps(rows))
             unfinished.rename(answer)
         axis.barrier()
     return 0

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -23,9 +22,10 @@ from pathlib import Path
 
 import torch
 
-from megaprec.durable import read_whole
+from megaprec.durable import put_text, read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
+from megaprec.scratch import scratch_folder
 from models.parameter_counts import num_parameters
 from parallel.described_world import is_rank_of_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
@@ -208,7 +208,7 @@ def _data_findings(config: RunConfig) -> Iterator[Finding]:
 
 def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
     """Start local ranks and return the findings of rank 0."""
-    with tempfile.TemporaryDirectory(prefix="megaprec_doctor_") as folder:
+    with scratch_folder("doctor") as folder:
         answer = Path(folder) / "findings"
         command = ["doctor"]
         if args.file:
@@ -236,7 +236,7 @@ def _as_local_rank(request: DoctorRequest, answer: Path) -> int:
         # renamed when it is complete, for the parent reads whatever has the name
         unfinished = answer.with_suffix(".part")
         fields = [asdict(finding) for finding in findings]
-        unfinished.write_text(json.dumps(fields), encoding="utf-8")
+        put_text(unfinished, json.dumps(fields))
         unfinished.rename(answer)
         context.publish("over", 1)
     else:

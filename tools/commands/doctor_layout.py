@@ -15,7 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaprec.durable import put_text
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from tools.commands.parity import Options, certify
 from tools.config.run_file import RunConfig, load_run
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
@@ -102,7 +104,7 @@ def _proven_finding(layout: str, entry: Mapping[str, Any], applied: int) -> Find
 
 def parity_here(config: RunConfig, file: str) -> Finding:
     """Compare on local ranks."""
-    with tempfile.TemporaryDirectory(prefix="megaprec_doctor_") as folder:
+    with scratch_folder("doctor") as folder:
         return parity(config, file, Path(folder))
 
 
@@ -133,7 +135,7 @@ def _run_on_world(
         run.folder.mkdir(parents=True)
         run.write()
     names = "\n".join(run.folder.name for run in runs)
-    (folder / PENDING).write_text(names, encoding="utf-8")
+    put_text(folder / PENDING, names)
     context.publish("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
     answer = run_with_time_limit(TIME_LIMIT, carry_out, folder)
     if "value" in answer:

@@ -245,7 +245,9 @@ def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: to
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, documents in documents_by_set.items():
-        progress = tokens_progress(name) if is_first else nullcontext(_ignore_progress)
+        progress = (
+            tokens_progress(f"evaluating {name}") if is_first else nullcontext(_ignore_progress)
+        )
         with progress as report:
             scores[name] = score(relay, documents, model.begin, window, stride, report)
         if not scores[name].tokens:

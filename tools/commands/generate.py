@@ -22,9 +22,13 @@ from models.attention.backends import gpu_kernels
 from models.decoder.kv_cache import CachedStage
 from tools.commands.options import add_device, add_ema, device_of_option, model_place
 from tools.commands.text_options import tokenizer_path
+from tools.console.progress_bar import tokens_progress
 from tools.inference.generation import Generation, escape_control_characters
 from tools.inference.load import LoadedModel, load_model
 from tools.inference.sampling import Sampling
+
+# of one text: as many as the longest contexts of published models have
+MOST_TOKENS = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=Path, metavar="FILE", help="text file with a prompt in each line"
     )
     parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)"
+        "--tokens",
+        type=int,
+        default=100,
+        metavar="N",
+        help=f"most tokens to add (default: 100; at most {MOST_TOKENS:,})",
     )
     parser.add_argument(
         "--temperature",
@@ -131,7 +139,7 @@ def _generate(
     ]
     for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True), 1):
         if args.json:
-            _print_json(prompt, generation)
+            _print_json(prompt, generation, f"generating text {number} of {len(prompts)}")
             continue
         if len(prompts) > 1:
             blank_line = "\n" if number > 1 else ""
@@ -143,8 +151,8 @@ def _generate(
 
 def _option_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield the problems of options but those of sampling."""
-    if args.tokens < 0:
-        yield f"--tokens {args.tokens}: give 0 or more"
+    if not 0 <= args.tokens <= MOST_TOKENS:
+        yield f"--tokens {args.tokens}: give 0 to {MOST_TOKENS}"
     if not args.prompt and args.prompts is None:
         yield "give --prompt TEXT, --prompt - for standard input, or --prompts FILE"
     if args.prompts is not None and not args.prompts.is_file():
@@ -228,8 +236,19 @@ def _stream(prompt: str, generation: Generation) -> None:
     print()
 
 
-def _print_json(prompt: str, generation: Generation) -> None:
-    text = "".join(generation)
+def _print_json(prompt: str, generation: Generation, title: str) -> None:
+    """Print a prompt and its continuation as a JSON object; until it is whole, progress on stderr.
+
+    title: of the progress.
+    """
+    pieces = list[str]()
+    with tokens_progress(title) as report:
+        tokens = 0
+        for piece in generation:
+            pieces.append(piece)
+            report(generation.tokens - tokens)
+            tokens = generation.tokens
+    text = "".join(pieces)
     fields = {
         "prompt": prompt,
         "text": text,

@@ -14,7 +14,6 @@ takes the place of its text.
 import argparse
 import os
 import re
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from megaprec.text.characters import CHARACTERS, distinct_characters
 from megaprec.text.readers import TextOptions
 from megaprec.text.sources import TextSource, open_source
@@ -172,7 +172,7 @@ def _measure_text(source: TextSource, of_characters: bool) -> TextSizes:
         distinct_characters(lines or pieces)
         return TextSizes(sampled_chars, chars, None, least_chars, begins)
     vocab_size = next(size for least, size in VOCABULARY_SIZES if least_chars >= least)
-    with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
+    with scratch_folder("init") as folder:
         path = _train_tokenizer(lines or pieces, vocab_size, Path(folder) / "tried")
         tokenizer = load_tokenizer(path)
         sampled_tokens = sum(len(tokenizer.encode(text)) for text in pieces)

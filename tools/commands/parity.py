@@ -12,7 +12,6 @@ hangs, or none could be run; 2: wrong input.
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import torch
 from rich.console import Console
 
 from megaprec.errors import Problem, UserError
+from megaprec.scratch import scratch_folder
 from parallel.described_world import is_rank_of_world
 from tools.analysis.report.parity_page import page
 from tools.commands.notes import tell_notes
@@ -177,7 +177,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.parity_fp8_history")
     torch.set_num_threads(1)  # as in the ranks
     with (
-        tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder,
+        scratch_folder("parity") as folder,
         _progress_on_stderr(args.json) as report_progress,
     ):
         options = Options(

@@ -9,7 +9,6 @@ or the control was not seen; 2: it could not be tried, or wrong input.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from parallel.described_world import is_rank_of_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(config.notes, args.strict)
     layout = _other_layout(config, args.layout)
     # checkpoints of the proof are not those of the run
-    with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
+    with scratch_folder("prove") as folder:
         certificate = certify(args, config, ProofRuns(config, Path(folder), start), layout)
     # a run directory may have been moved or copied since train.folder was recorded
     run_path = Path(args.run_)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.tokens.files import write_whole
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes
 from parallel.pipeline.formulas import FormulaSizes
@@ -495,7 +496,7 @@ def _byte_columns(rank_bytes: RankBytes) -> tuple[str, ...]:
 
 def _write_output(report: _ScheduleReport, predicted: Sequence[Span], path: Path) -> None:
     if path.suffix == ".txt":
-        path.write_text(f"# {_title(report)}\n{report.schedule}\n", encoding="utf-8")
+        write_whole(path, f"# {_title(report)}\n{report.schedule}\n".encode())
     elif path.suffix == ".json":
         write_trace(path, predicted, f"{_title(report)} (predicted, 1 s is one of {report.unit})")
     else:

@@ -17,8 +17,8 @@ from megaprec.tokens.files import with_suffix
 from megaprec.url_secrets import masked
 from tools.console.progress_bar import (
     BAR_WIDTH,
-    PLAIN_SECONDS,
     WIDTH_BESIDE,
+    PlainLines,
     console_of,
     print_plain,
     show_bar,
@@ -62,11 +62,11 @@ def build_progress(
     with show_bar(console, *columns) as progress_bar:
         task_id = progress_bar.add_task(f"reading {masked(text_name)}", total=total_chars)
         start_time = time.monotonic()
-        last_line = start_time  # when a plain line was printed
+        plain_lines = PlainLines(console)
         first_tokens: int | None = None  # an interrupted build resumes: they were there before
 
         def on_progress(documents: int, chars: int, tokens: int) -> None:
-            nonlocal first_tokens, last_line, start_time
+            nonlocal first_tokens, start_time
             now = time.monotonic()
             text_parts = [f"{documents:,} documents", f"{tokens:,} tokens"]
             if first_tokens is None:
@@ -80,8 +80,6 @@ def build_progress(
             width = console.width - BAR_WIDTH - WIDTH_BESIDE
             description = last_parts_that_fit(text_parts, width)
             progress_bar.update(task_id, completed=chars, description=description)
-            if not console.is_terminal and now - last_line > PLAIN_SECONDS:
-                last_line = now
-                print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(text_parts)}")
+            plain_lines.say(f"{chars / 1e6:,.0f} M characters  {'  '.join(text_parts)}")
 
         yield on_progress

@@ -80,6 +80,22 @@ class Steps:
         self._bar.stop()
 
 
+class PlainLines:
+    """Lines about work that takes long, on a console that is no terminal: one in `PLAIN_SECONDS` at
+    most. A terminal has a bar instead."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Print the line if it is due."""
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._last > PLAIN_SECONDS:
+            self._last = now
+            print_plain(self._console, line)
+
+
 @contextmanager
 def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
     """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just
@@ -92,24 +108,30 @@ def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]
         DownloadColumn(),
         TimeRemainingColumn(compact=True),
     )
+    plain_lines = PlainLines(console)
+    moved = 0
     with show_bar(console, *columns) as progress_bar:
         task_id = progress_bar.add_task(title, total=size)
 
         def on_moved(nbytes: int, text: str) -> None:
+            nonlocal moved
+            moved += nbytes
             progress_bar.update(task_id, advance=nbytes, description=text)
+            plain_lines.say(f"{text}  {moved / max(size, 1):.0%}")
 
         yield on_moved
 
 
 @contextmanager
-def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
-    """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the
-    tokens just done."""
+def tokens_progress(title: str) -> Iterator[Callable[[int], None]]:
+    """Show, on stderr, how many tokens are done and how fast; yields a callback for the tokens just
+    done. title: of the work, such as "evaluating code"."""
     console = console_of(stderr=True)
     description = TextColumn("{task.description}", markup=False)
+    shown_title = masked(title)
+    plain_lines = PlainLines(console)
     with show_bar(console, description) as progress_bar:
-        shown_name = masked(text_name)
-        task_id = progress_bar.add_task(f"evaluating {shown_name}", total=None)
+        task_id = progress_bar.add_task(shown_title, total=None)
         start_time = time.monotonic()
         done = 0
 
@@ -117,9 +139,8 @@ def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
             nonlocal done
             done += tokens
             speed = done / max(time.monotonic() - start_time, 1e-3)
-            progress_bar.update(
-                task_id,
-                description=f"evaluating {shown_name}  {done:,} tokens  {speed:,.0f} tokens/s",
-            )
+            line = f"{shown_title}  {done:,} tokens  {speed:,.0f} tokens/s"
+            progress_bar.update(task_id, description=line)
+            plain_lines.say(line)
 
         yield on_tokens

@@ -73,7 +73,7 @@ class _GuardedOutput(_GuardedError):
 
 def guard_streams() -> None:
     """Take over standard output and standard error. What they cannot encode is escaped; a closed
-    one is /dev/null."""
+    one, of standard input too, is /dev/null."""
     # else the next file that is opened would be a standard stream of child processes
     for number in range(3):
         try:
@@ -81,6 +81,9 @@ def guard_streams() -> None:
         except OSError:
             # it takes the lowest free number, which is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    # Python has no object for one that was closed
+    if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # for the process
     sys.stdout = _guard(sys.stdout, 1, _GuardedOutput)
     sys.stderr = _guard(sys.stderr, 2, _GuardedError)
 

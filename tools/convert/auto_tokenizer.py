@@ -9,9 +9,10 @@ differs between versions.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from megaprec.durable import put_text
+from megaprec.scratch import scratch_folder
 from megaprec.text.characters import CharacterTokenizer
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from tools.convert.hf.vocabulary import PROBE, main_file, write_tokenizer
@@ -41,9 +42,9 @@ def auto_tokenizer_line(
     """
     if main_file(files) is None:
         return ""
-    with TemporaryDirectory(prefix="megaprec_tokenizer_") as temporary:
+    with scratch_folder("tokenizer") as temporary:
         folder = Path(temporary)
-        (folder / "config.json").write_text(json.dumps(config))
+        put_text(folder / "config.json", json.dumps(config))
         write_tokenizer(files, folder, begin)
         written = load_tokenizer(folder / "tokenizer.json")
         try:

@@ -18,7 +18,7 @@ from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import FORMAT, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.durable import read_whole
+from megaprec.durable import put_bytes, read_whole
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import LossScaling
@@ -218,7 +218,7 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     def finish(folder: Path) -> None:
         if main_file(source.tokenizer):
             for tokenizer_file in source.tokenizer:
-                (folder / tokenizer_file.name).write_bytes(read_whole(tokenizer_file))
+                put_bytes(folder / tokenizer_file.name, read_whole(tokenizer_file))
         _write_index(folder, source, dtypes)
 
     return Target(
@@ -287,7 +287,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         FILE_DIGESTS: {file.name: file_digest(file) for file in files},
         "tensors": tensors,
     }
-    (folder / INDEX).write_bytes(seal_index(index))
+    put_bytes(folder / INDEX, seal_index(index))
 
 
 def _frozen_weights(tensor_keys: Iterable[str]) -> list[str]:

@@ -18,13 +18,14 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaprec.durable import put_text
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from models.config import ModelConfig
 from models.parameter_counts import num_parameters
 from models.spread_layers import spread
@@ -436,10 +437,10 @@ def difference(config: str) -> float:
     token_ids = torch.randint(our_model.vocab, (2, length), generator=generator)
     try:
         torch.set_num_threads(1)  # more only wait for each other in so small a model
-        with TemporaryDirectory(prefix="megaprec_probe_") as name:
+        with scratch_folder("probe") as name:
             folder = Path(name)
             theirs = _logits_of_transformers(settings, folder, token_ids)
-            (folder / CONFIG).write_text(config)
+            put_text(folder / CONFIG, config)
             # Our model reads the weights that transformers has saved: names and layouts are tried
             # too.
             stage = load_stage(open_hf(folder), "fp64")

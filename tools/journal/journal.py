@@ -30,6 +30,7 @@ from tools.journal.records import (
     SPIKE_EVENT,
     TASK_PREFIX,
     VALIDATION_PREFIX,
+    describe_cut_off,
     lost_steps,
     odd_lines,
     read_lines,
@@ -317,10 +318,10 @@ def _put_aside(start_step: int, *paths: Path) -> None:
 
 
 def _has_other_steps(path: Path, start_step: int) -> bool:
-    """Return True if a line is of another step than `start_step`, or is damaged and may be."""
-    return any(
-        line.record is None or line.record["step"] != start_step for line in read_lines(path)
-    )
+    """Return True if a line is of another step than `start_step`, or is damaged and may be. One
+    that is cut off is nothing to be kept."""
+    whole_lines = [line for line in read_lines(path) if not line.cut_off]
+    return any(line.record is None or line.record["step"] != start_step for line in whole_lines)
 
 
 def _free_old_path(path: Path) -> Path:
@@ -334,7 +335,7 @@ def _free_old_path(path: Path) -> Path:
 
 def _reopen(path: Path, start_step: int) -> Lines:
     """Open a file of records for appending, without the records of steps after `start_step`, which
-    are taken again.
+    are taken again, and without a last line that is cut off.
     """
     lines = read_lines(path)
     # A link, as in a copied run, leads to a file that may belong to another run.
@@ -346,8 +347,11 @@ def _reopen(path: Path, start_step: int) -> Lines:
     retained = list[bytes]()
     for line in lines:
         # What is no record stays as it is: nobody knows of which step it is.
-        if line.record is None or _is_retained(line.record, start_step):
+        is_retained = line.record is None or _is_retained(line.record, start_step)
+        if is_retained and not line.cut_off:
             retained.append(line.content + b"\n")
+    if cut_off := describe_cut_off(lines):
+        _print_note(f"{path}: {cut_off}: removed")
     write_whole(path, b"".join(retained))
     _print_note(odd_lines(path))
     return Lines(path)

@@ -1,8 +1,9 @@
 """Reading metrics.jsonl, events.jsonl and the files of one kind of event: a JSON record per line.
 
-A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any
-other line that is not a record, or that repeats a step, comes from a damaged disk or an editor. It
-stays where it is and is named in a note, and the other lines are used.
+A killed run, or a machine that lost its power, can leave a last line that is cut off. A note names
+it, and the run that goes on removes it. Any other line that is not a record, or that repeats a
+step, comes from a damaged disk or an editor. It stays where it is and is named in a note, and the
+other lines are used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,27 +100,30 @@ class RecordLine:
     """One line of a file of records, counted from 1.
 
     record: None if the line is not used; "inf" and "nan" are numbers. late: its step is no later
-    one than that of a line before it, which a run never writes.
+    one than that of a line before it, which a run never writes. cut_off: the last one, which was
+    not written to its end.
     """
 
     number: int
     content: bytes
     record: dict[str, Any] | None
     late: bool = False
+    cut_off: bool = False
 
 
 def read_lines(path: Path) -> list[RecordLine]:
-    """Return all lines but empty ones and a truncated last one; none if there is no file."""
+    """Return all lines but empty ones; none if there is no file."""
     if not path.is_file():
         return []
-    contents = read_whole(path).split(b"\n")  # the last is empty unless it was truncated
+    contents = read_whole(path).split(b"\n")  # the last is empty unless it was cut off
     lines = list[RecordLine]()
     for number, content in enumerate(contents, 1):
         record = _parse_record(content)
         is_last = number == len(contents)
         # Of a last line that is a record only the newline is missing.
-        if record is not None or (content.strip() and not is_last):
-            lines.append(RecordLine(number, content, record))
+        if record is not None or content.strip():
+            cut_off = is_last and record is None
+            lines.append(RecordLine(number, content, record, cut_off=cut_off))
     # A step has one record, but may have several events.
     if path.name == METRICS:
         return [*_without_late_records(lines)]
@@ -194,15 +198,17 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def odd_lines(path: Path) -> str:
-    """Return a note that names the lines that are not records, or not of a later step; empty if
-    there are none.
+    """Return a note that names the lines that are not records, or not of a later step, or cut off;
+    empty if there are none.
     """
     damaged = list[int]()
     late = list[int]()
-    for line in read_lines(path):
+    lines = read_lines(path)
+    cut_off = describe_cut_off(lines)
+    for line in lines:
         if line.late:
             late.append(line.number)
-        elif line.record is None:
+        elif line.record is None and not line.cut_off:
             damaged.append(line.number)
     problems = list[str]()
     if damaged:
@@ -213,9 +219,20 @@ def odd_lines(path: Path) -> str:
         problems.append(
             f"{describe_numbers('line', late)} {verb} of no later step than those before"
         )
+    if cut_off:
+        problems.append(cut_off)
     if not problems:
         return ""
-    return f"{path}: {', '.join(problems)}: kept, not used"
+    # the run that goes on removes a line that is cut off
+    outcome = "not used" if cut_off else "kept, not used"
+    return f"{path}: {', '.join(problems)}: {outcome}"
+
+
+def describe_cut_off(lines: Sequence[RecordLine]) -> str:
+    """Return what is to be said of a last line that is cut off; empty if it is whole."""
+    if not lines or not lines[-1].cut_off:
+        return ""
+    return f"line {lines[-1].number}, the last, is cut off"
 
 
 def odd_records(folder: Path) -> list[str]:

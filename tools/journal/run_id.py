@@ -5,7 +5,7 @@ import re
 import uuid
 from pathlib import Path
 
-from megaprec.durable import file_error
+from megaprec.durable import file_error, put_text
 from megaprec.errors import UserError
 
 _ID = re.compile(r"[\w-]+")
@@ -27,7 +27,7 @@ def save_id(path: Path, run_id: str) -> None:
     """Keep the id of a run in the file `path`. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{run_id}\n", encoding="utf-8")
+        put_text(path, f"{run_id}\n")
     except OSError as error:
         raise UserError(file_error(error)) from error
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         tokenizer_notes,
     )
     from tools.training.first_loss import expected_first_loss
-    from tools.training.former_folder import require_no_former_checkpoint
+    from tools.training.former_folder import notes_on_former_places, require_no_former_checkpoint
     from tools.training.fp8_summary import check_fp8, fp8_lines
     from tools.training.harness import Harness, require_harness
     from tools.training.initial import growth_of, initial_event

@@ -7,7 +7,7 @@ noted, "Type: message", also of a rank that they have stopped before it could ex
 
 import signal
 
-from megaprec.durable import file_error
+from megaprec.durable import OF_A_DISK, file_error
 from megaprec.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -68,7 +68,8 @@ def as_user_error(error: Exception) -> Exception:
     """Return the exception that the user is told: UserError for a file that cannot be read or
     written. Its type is one of ON_PURPOSE, or another that is a crash.
     """
-    if isinstance(error, OSError) and error.filename is not None:
+    # what a library writes may fail without the name of its file
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in OF_A_DISK):
         return UserError(file_error(error))
     # A subclass of UserError is noted and printed under the name that EXIT_CODES has.
     if isinstance(error, UserError):

@@ -11,7 +11,6 @@ Without that file no program takes it for a model.
 
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.keeping import made_here
@@ -20,6 +19,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.optim.state.flat_buffer import EMA
+from megaprec.scratch import scratch_folder
 from megaprec.tokens.places import is_remote
 from models.config import require_builtin
 from tools.config.run_file import RunConfig
@@ -109,7 +109,7 @@ def _export(path: Path) -> None:
     if not is_remote(path):
         convert(source, target, path / EXPORTED, _no_progress)
         return
-    with TemporaryDirectory(prefix="megaprec-") as folder:
+    with scratch_folder("export") as folder:
         here = Path(folder) / EXPORTED
         convert(source, target, here, _no_progress)
         for file in sorted(here.iterdir(), key=lambda file: file.name == CONFIG):

@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from parallel.local_store import STORE, served_store
 from tools.training.ends import EXIT_CODES, SIGNALS, RankHangs, Stopped, code_of, ended_on_purpose
 from tools.training.launched import (
@@ -95,7 +95,7 @@ def start_ranks(
     """
     require_local_meeting(ranks)
     with (
-        tempfile.TemporaryDirectory(prefix=OURS) as failures_folder,
+        scratch_folder("ranks") as failures_folder,
         _launching(threads or share_of_cores(ranks)),
     ):
         local_ranks = _Ranks(command, failures_folder)

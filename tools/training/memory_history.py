@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaprec.durable import file_error
+from megaprec.durable import file_error, put_text
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.torch_private import memory_snapshot, record_memory_history
 from tools.console.units import counted, size
@@ -59,7 +59,7 @@ def _written(text: str, rank: int, folder: Path) -> str:
     file = folder / FOLDER / f"rank_{rank}.txt"
     try:
         file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        put_text(file, text)
     except OSError as error:
         return f", and could not write what held it: {file_error(error)}"
     return f": what held it is in {file}"

@@ -19,7 +19,7 @@ from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.parts import optional_parts
-from tools.training.branch import open_start, require_origin_intact
+from tools.training.branch import is_branch, open_start, require_origin_intact
 from tools.training.corpus import Corpus, open_corpus
 from tools.training.data_sources import check_sources
 from tools.training.hangs import put_aside_records
@@ -150,6 +150,7 @@ def prepare(
             say(f"note       {note}")
     # Named by rank 0, so that all ranks resume from the same one.
     checkpoint = open_start(config)
+    _note_former_places(config, checkpoint)
     _note_needless_allowances(config, corpus, checkpoint, allowed)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
@@ -159,6 +160,14 @@ def prepare(
         "identity": corpus.identity.model_dump() if corpus.identity else None,
         "notes": corpus.notes,
     }
+
+
+def _note_former_places(config: RunConfig, checkpoint: Store | None) -> None:
+    """Print a note for each former place of checkpoints that a run which begins cannot look at."""
+    if checkpoint is not None and not is_branch(config, checkpoint.path):
+        return
+    for note in optional_parts.notes_on_former_places(config):
+        say(f"note       {note}")
 
 
 def _note_needless_allowances(

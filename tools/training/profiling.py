@@ -19,6 +19,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
+from megaprec.durable import put_text
 from tools.console.wrapped import say
 from tools.journal.kernel_table import kernel_record, kernels_among
 
@@ -104,7 +105,7 @@ class StepProfile:
             rows = [(str(kernel), runs, ms) for kernel, runs, ms, _ in kernels["kernel_table"]]
             sections.append((f"kernels; the GPU had none for {idle:.1%} of the time", rows))
         text = "\n\n".join(f"{title}\n\n{_as_table(rows)}" for title, rows in sections)
-        (self._folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+        put_text(self._folder / f"{name}.txt", text + "\n")
         total = sum(milliseconds for _, _, milliseconds in operators) or 1.0
         most = ", ".join(f"{operator} {ms / total:.0%}" for operator, _, ms in operators[:SHOWN])
         if "idle_share" in kernels:

@@ -76,10 +76,12 @@ def check_resumable(
 ) -> None:
     """Raise UserError if the run cannot resume from the newest checkpoint in its folder.
 
-    corpus: None before the data is open; then only keys are compared. allowed: differences that are
+    corpus: None before the data is open; then only keys are compared, and former folders of the
+    run's checkpoints are looked at. allowed: differences that are
     accepted, of `data_identity.ALLOW`.
     """
-    checkpoint, branches = _checked_start(config)
+    # once is enough: a former place may be at a URL that does not answer
+    checkpoint, branches = _checked_start(config, looks_at_former=corpus is None)
     if checkpoint is None:
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
@@ -112,12 +114,15 @@ def check_resumable(
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
 
 
-def _checked_start(config: RunConfig) -> tuple[Store | None, bool]:
+def _checked_start(config: RunConfig, looks_at_former: bool) -> tuple[Store | None, bool]:
     """Return the checkpoint that the run goes on from, and whether it is another run's. Raises
-    UserError if the run would leave its own ones in a former folder."""
+    UserError if the run would leave its own ones in a former folder.
+
+    looks_at_former: look for these.
+    """
     checkpoint = open_start(config)
     branches = checkpoint is not None and is_branch(config, checkpoint.path)
-    if checkpoint is None or branches:
+    if looks_at_former and (checkpoint is None or branches):
         optional_parts.require_no_former_checkpoint(config)
     return checkpoint, branches
 

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megaprec.comm.axis import Axis
+from megaprec.durable import put_text
 from megaprec.errors import UserError
 from tools.training.ends import SIGNALS, Stopped, as_user_error
 
@@ -52,7 +53,7 @@ def _note_line(error_file: str, error: UserError) -> None:
     """Write an error as torchrun reads it."""
     seconds = int(time.time())
     note = {"message": f"UserError: {error}", "extraInfo": {"timestamp": str(seconds)}}
-    Path(error_file).write_text(json.dumps({"message": note}), encoding="utf-8")
+    put_text(Path(error_file), json.dumps({"message": note}))
 
 
 def end_by_signal(signal_number: signal.Signals) -> None:

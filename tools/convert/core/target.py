@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
 from megaprec.checkpoint.object_store import sizes
-from megaprec.durable import REMEDIES, read_whole, sync
+from megaprec.durable import REMEDIES, naming_file, put_text, read_whole, sync
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json
 from megaprec.tokens.places import is_remote
@@ -195,12 +195,12 @@ class ConversionJournal:
     def begin(self) -> None:
         """Record that the files exist, unless that is recorded already."""
         if not self.begun:
-            self.path.write_text(json.dumps(self.identity) + "\n")
+            put_text(self.path, json.dumps(self.identity) + "\n")
 
     def add(self, name: str, digests: dict[str, str]) -> None:
         """Record that a tensor of the target is written."""
         self.digests[name] = digests
-        with open(self.path, "a") as file:
+        with naming_file(self.path), open(self.path, "a") as file:
             file.write(json.dumps({"name": name, "digests": digests}) + "\n")
 
     def by_key(self) -> dict[str, str]:

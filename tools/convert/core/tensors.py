@@ -198,7 +198,7 @@ def reserve_safetensors(
     content += b" " * (-len(content) % 8)  # values begin at a multiple of 8 bytes
     values_start = 8 + len(content)
     if write:
-        with open(safetensors_file, "wb") as opened:
+        with naming_file(safetensors_file), open(safetensors_file, "wb") as opened:
             opened.write(struct.pack("<Q", len(content)) + content)
             allocate(opened.fileno(), values_start + end)
     return {name: values_start + offset for name, offset in offsets.items()}

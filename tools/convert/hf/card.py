@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from megaprec.durable import put_bytes
 from megaprec.errors import UserError
 from megaprec.parsing import parse_toml
 from megaprec.tested_versions import installed_version
@@ -48,7 +49,7 @@ def write_card(folder: Path, source: Source, dtype: torch.dtype) -> None:
     OSError."""
     card = model_card(source, dtype)
     # the name of a file need not be UTF-8
-    (folder / CARD).write_bytes(card.encode(errors="replace"))
+    put_bytes(folder / CARD, card.encode(errors="replace"))
 
 
 def model_card(source: Source, dtype: torch.dtype) -> str:

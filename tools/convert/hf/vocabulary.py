@@ -10,14 +10,14 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import sentencepiece
 
-from megaprec.durable import read_whole
+from megaprec.durable import put_bytes, put_text, read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
+from megaprec.scratch import scratch_folder
 from megaprec.text.characters import CharacterTokenizer
 from megaprec.text.encoding import sentencepiece_encoder
 from megaprec.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -186,16 +186,12 @@ def write_tokenizer(
         content = parse_json(read_text(tokenizer_file))
     else:
         content = _as_tokenizer_json(tokenizer_file)
-    (folder / "tokenizer.json").write_text(
-        json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
-    )
+    put_text(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False, indent=1))
     settings = _settings(tokenizer_files, content, tokenizer, begin)
-    (folder / CONFIG).write_text(
-        json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8"
-    )
+    put_text(folder / CONFIG, json.dumps(settings, indent=2, ensure_ascii=False))
     for name in (SPECIAL_MAP, TEMPLATE):
         for file in _named(tokenizer_files, name):
-            (folder / name).write_bytes(read_whole(file))
+            put_bytes(folder / name, read_whole(file))
     # The proof that nothing was lost on the way.
     if of_characters:
         probe = "".join(tokenizer.vocabulary())
@@ -250,7 +246,7 @@ def class_note(tokenizer_files: Sequence[Path]) -> list[str]:
 def require_writable(tokenizer_files: Sequence[Path]) -> None:
     """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
     # Written for real, since only the result tells whether it splits alike.
-    with TemporaryDirectory() as folder:
+    with scratch_folder("tokenizer") as folder:
         try:
             write_tokenizer(tokenizer_files, Path(folder))
         except UserError as error:

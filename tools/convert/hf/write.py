@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megaprec.durable import put_text
 from megaprec.text.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from tools.convert.core.names import HUGGING_FACE
@@ -183,7 +184,7 @@ def tokenizer_ids(source: Source) -> dict[str, int | None]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    put_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_generation(folder: Path, generation: Mapping[str, Any]) -> None:

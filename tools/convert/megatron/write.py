@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megaprec.durable import reading
+from megaprec.durable import put_text, reading, require_room
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
@@ -314,9 +314,8 @@ class _Writer:
             content = self._content(tensors, rank, slots)
         if write:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(content, file)
-        # torch.save numbers storages in the order in which it meets the tensors, which is that of
+            _save_without_values(content, file)
+        # torch numbers storages in the order in which it meets the tensors, which is that of
         # the slots.
         for slot, start in zip(slots.slots, _storage_starts(file), strict=True):
             if slot is not None:
@@ -414,7 +413,7 @@ class _Writer:
         not look at."""
         if generation := self.source.facts.generation:
             write_generation(folder / self.folder, generation)
-        (folder / TRACKER).write_text(str(self.iteration))
+        put_text(folder / TRACKER, str(self.iteration))
 
 
 def _has_all_moments(source: Source) -> bool:
@@ -454,6 +453,17 @@ def _name_in_stage(tensor_name: str, stage: int, layers: int, pp: int) -> str | 
         return f"decoder.layers.{local_number}.{suffix}"
     owner = 0 if tensor_name.startswith("embedding.") else pp - 1
     return tensor_name if stage == owner else None
+
+
+def _save_without_values(content: dict[str, Any], file: Path) -> None:
+    """Write a file of torch's with room for the values of tensors without memory. Raises OSError
+    with the path if the disk takes no such file."""
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, file)
+    except RuntimeError:  # torch does not say why it cannot write
+        require_room(file)
+        raise
 
 
 def _storage_starts(file: Path) -> list[int]:

@@ -3,13 +3,14 @@ train` checks it."""
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import put_text
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from tools.config.resolved_run import resolve_run
 from tools.config.run_file import load_precision, tables_of_a_run
 from tools.config.tables.native_keys import native_keys_of
@@ -302,9 +303,9 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
     lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
     if absent and "[model]" not in lines:
         lines += _stand_in(draft)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("import") as folder:
         path = Path(folder) / "run.toml"
-        path.write_text("\n".join(lines))
+        put_text(path, "\n".join(lines))
         try:
             resolve_run(path)
         except UserError as error:

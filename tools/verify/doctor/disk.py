@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-from megaprec.durable import file_error, sync, write_file
+from megaprec.durable import file_error, put_bytes, sync, write_file
 from tools.console.units import duration, size
 from tools.verify.doctor.finding import Finding, ok, wrong
 from tools.verify.doctor.questions import Answer, RankContext
@@ -134,7 +134,7 @@ def torn_renames(tried_folder: Path, disk: Disk) -> str:
     over = Event()
     seen_faults = list[str]()
     contents = [b"a" * CONTENT_BYTES, b"b" * CONTENT_BYTES]
-    target.write_bytes(contents[0])
+    put_bytes(target, contents[0])
 
     def read_repeatedly() -> None:
         while not over.is_set() and not seen_faults:
@@ -151,7 +151,7 @@ def torn_renames(tried_folder: Path, disk: Disk) -> str:
     reader.start()
     # the two contents in turn: a reader must see one of them whole
     for number in range(RENAMES):
-        (tried_folder / "new").write_bytes(contents[number % 2])
+        put_bytes(tried_folder / "new", contents[number % 2])
         disk.rename(tried_folder / "new", target)
         if seen_faults:
             break
@@ -165,7 +165,7 @@ def _folder_rename_fault(tried_folder: Path, disk: Disk) -> str:
     old_folder = tried_folder / ".partial"
     new_folder = tried_folder / "whole"
     old_folder.mkdir()
-    (old_folder / "file").write_bytes(b"a")
+    put_bytes(old_folder / "file", b"a")
     try:
         disk.rename(old_folder, new_folder)
     except OSError as error:
@@ -216,7 +216,7 @@ def _file_time(tried_folder: Path) -> float:
     """Return the seconds from this host's clock to the time that a new file is given."""
     probe_file = tried_folder / "now"
     before = time.time()
-    probe_file.write_bytes(b"a")
+    put_bytes(probe_file, b"a")
     modified = probe_file.stat().st_mtime
     after = time.time()
     # 0 anywhere between both looks at the clock

@@ -6,13 +6,13 @@ Both ways lead through folders that transformers itself reads and writes.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megaprec.errors import UserError
+from megaprec.scratch import scratch_folder
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
 from tools.convert.core.source import Facts, Origin, Source
@@ -169,7 +169,7 @@ class TransformersModel:
     def _saved_tensors(self) -> Tensors:
         """Return what transformers saves, by logical name."""
         tensors: Tensors = {}
-        with TemporaryDirectory(prefix="megaprec_oracle_") as folder, self.computing():
+        with scratch_folder("oracle") as folder, self.computing():
             saving: Any = self.module
             saving.save_pretrained(folder)
             source = open_hf(Path(folder))
@@ -182,7 +182,7 @@ def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module
     """Return the model that transformers loads from a folder with these weights."""
     source = source_of(config, weights)
     dtype = next(iter(weights.values())).dtype
-    with TemporaryDirectory(prefix="megaprec_oracle_") as temporary:
+    with scratch_folder("oracle") as temporary:
         folder = Path(temporary) / "model"
         convert(source, hf_target(source, None), folder, lambda written, what: None)
         return _load_folder(transformers, folder, dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megaprec.durable import put_text
 from megaprec.errors import UserError
 from megaprec.tested_versions import installed_version
 from tools.config.run_file import RunConfig
@@ -374,7 +375,7 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
         for file_name, text in texts.items():
             # renamed when complete: a reader never sees half a file
             unfinished = folder / f"{file_name}.tmp"
-            unfinished.write_text(text, encoding="utf-8")
+            put_text(unfinished, text)
             os.replace(unfinished, folder / file_name)
     except OSError as error:
         raise UserError.of(

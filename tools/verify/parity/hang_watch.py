@@ -36,6 +36,7 @@ from megaprec.diagnose.call_stack import (
     summarize_calls,
 )
 from megaprec.diagnose.position import Position
+from megaprec.durable import put_text
 from parallel.pipeline.instructions import Instruction
 from tools.verify.parity.borders import shared_name
 
@@ -116,7 +117,7 @@ def _write_positions(path: Path, is_over: Event, trail: Trail) -> None:
         if text != last:
             # renamed when complete, for another process reads it at any time
             unfinished = path.with_suffix(".tmp")
-            unfinished.write_text(text, encoding="utf-8")
+            put_text(unfinished, text)
             os.replace(unfinished, path)
             last = text
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaprec.durable import put_text
 from parallel.mesh import make_mesh, world
 from tools.config.run_file import RunConfig, saved_run
 from tools.training.corpus import Corpus, open_built
@@ -49,7 +50,7 @@ class RecordedRun:
     def write(self) -> None:
         """Write the files that the ranks read."""
         self.config.save_resolved(self.folder)
-        (self.folder / "plan").write_text(json.dumps(asdict(self.plan)), encoding="utf-8")
+        put_text(self.folder / "plan", json.dumps(asdict(self.plan)))
 
     @staticmethod
     def read(run_folder: Path) -> "RecordedRun":
@@ -142,7 +143,7 @@ def _launch(runs: Sequence[RecordedRun], run_folder: Path, patience: float) -> F
     Stopped for a signal, whose runs say nothing about their layout."""
     folders = [recorded_run.folder for recorded_run in runs]
     names = "\n".join(folder.name for folder in folders)
-    (run_folder / PENDING).write_text(names, encoding="utf-8")
+    put_text(run_folder / PENDING, names)
     ranks = runs[0].config.world_size
     # each rank is `megaprec parity` again, which the option turns into `as_rank`
     command = ["parity", str(run_folder), FLAG]
@@ -206,7 +207,7 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
         except Exception as error:
             rank_number = dist.get_rank()
             message = f"rank {rank_number}: {type(error).__name__}: {error}".splitlines()[0]
-            (recorded_run.folder / f"{rank_number}.failed").write_text(message, encoding="utf-8")
+            put_text(recorded_run.folder / f"{rank_number}.failed", message)
             raise
         # the next run may have another mesh, which all ranks must make together
         dist.barrier()

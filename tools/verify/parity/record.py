@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.diagnose.position import Position
+from megaprec.durable import put_text
 from megaprec.optim.decision.step_report import SKIPPED, StepObserver, report_fields
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.state.flat_buffer import Buffer
@@ -259,7 +260,7 @@ def _write_files(
     save_file(tensors, folder / f"{rank}.safetensors")
     # last, for a run is done when this file is there
     text = json.dumps({**rank_report, "fragments": entries})
-    (folder / f"{rank}.json").write_text(text, encoding="utf-8")
+    put_text(folder / f"{rank}.json", text)
 
 
 def _flatten_borders(borders: Sequence[BorderValues]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST, file_digest, seal_index
 from megaprec.checkpoint.reader import Store
+from megaprec.durable import put_bytes
 from megaprec.errors import UserError
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
@@ -310,4 +311,4 @@ def _update_digest(checkpoint_store: Store, file_name: str) -> None:
     changed_index.pop(INDEX_DIGEST, None)  # `seal_index` writes a new one
     digest = file_digest(checkpoint_store.file(file_name))
     changed_index[FILE_DIGESTS] = {**checkpoint_store.digests, file_name: digest}
-    (checkpoint_store.path / INDEX).write_bytes(seal_index(changed_index))
+    put_bytes(checkpoint_store.path / INDEX, seal_index(changed_index))

@@ -18,6 +18,7 @@ from typing import Any
 from megaprec.checkpoint.atomic import checkpoint_path, latest
 from megaprec.checkpoint.object_store import fetch_folder
 from megaprec.checkpoint.reader import Store
+from megaprec.durable import put_text
 from megaprec.optim.decision.step_report import SKIPPED
 from megaprec.tokens.places import is_remote
 from tools.config.run_file import SAVED, RunConfig
@@ -87,7 +88,7 @@ class ProofRuns:
         run_folder = self.folder / run_name
         run_config = _ready(self.config, run_folder, self.folder / "data", last, parallel)
         file = self.folder / f"{run_name}.toml"
-        file.write_text(run_config.as_toml(SAVED), encoding="utf-8")
+        put_text(file, run_config.as_toml(SAVED))
         _tell(f"{run_name}: to step {last}, {counted(run_config.world_size, 'rank')}")
         began = time.monotonic()
         # appended: a run is taken in several parts

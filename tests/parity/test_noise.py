@@ -7,6 +7,7 @@ import torch
 
 from tests.parity.campaign import accused
 from tests.parity.runs import ready, references
+from tools.verify.oracle.compare import compare_with_oracle
 from tools.verify.parity.compare import StepComparison
 from tools.verify.parity.noise import (
     FLOAT64_SLACK,
@@ -19,6 +20,7 @@ from tools.verify.parity.noise import (
     count_zeros,
     rounding_mask,
 )
+from tools.verify.parity.record import Record
 
 
 @pytest.mark.slow
@@ -93,6 +95,44 @@ def test_bounds_of_a_plain_run_are_hardly_wider_than_without_the_measure() -> No
         real = [d for d in found if not d.name.endswith("key.bias")]
         assert max(d.bound for d in real) < 20 * FLOAT64_TOLERANCE
         assert not any(d.inconclusive for d in found)
+
+
+def moved_by_signs(gradients: list[list[float]], rate: float) -> Record:
+    """The record of steps that move each weight by the sign of its gradient."""
+    weights = torch.tensor([0.0, 0.0, 1.0]).double()
+    tensors = {"before/weight": {"bias": weights}}
+    for step, values in enumerate(gradients):
+        gradient = torch.tensor(values).double()
+        weights = weights - rate * gradient.sign()
+        tensors[f"gradient/{step}"] = {"bias": gradient}
+        tensors[f"after/{step}/weight"] = {"bias": weights}
+    report = {"loss": 1.0, "grad_norm": 1.0, "outcome": "applied", "lr": rate}
+    return Record([report] * len(gradients), [[0]] * len(gradients), ["bias"], tensors)
+
+
+def test_an_element_of_rounding_may_move_either_way_by_its_updates_and_any_other_may_not() -> None:
+    """Though the perturbed run moved each as the run itself did, by chance."""
+    ours, unmoved = (
+        moved_by_signs([[1e-18, -2e-18, 0.5], [1e-18, 1e-18, 0.5]], 0.01) for _ in range(2)
+    )
+    shaken = moved_by_signs([[2e-18, -1e-18, 0.5], [2e-18, 2e-18, 0.5]], 0.01)
+    oracle = moved_by_signs([[-1e-18, 2e-18, 0.5], [1e-18, -1e-18, 0.5]], 0.01)
+    noise = Noise(shaken, unmoved_run=unmoved)
+
+    def accused(candidate: Record) -> list[tuple[str, int]]:
+        found = compare_with_oracle(candidate, oracle, noise)
+        assert [each for each in found if each.inconclusive] == []
+        return [(each.quantity, each.step) for each in found if not each.error <= each.bound]
+
+    assert accused(ours) == []
+    weights = [tensors["bias"] for kind, tensors in ours.tensors.items() if "after" in kind]
+    weights[1][2] += 1e-4
+    assert accused(ours) == [("weights", 2)], "an element whose gradient is none of rounding"
+    weights[1][2] -= 1e-4
+    weights[0][0] += 0.03
+    assert accused(ours) == []
+    weights[0][0] += 0.02
+    assert accused(ours) == [("weights", 1)], "further than both ways are apart"
 
 
 # Rounding moves biases of keys by whole updates (35), small gradients by much (42), and signs of

@@ -16,7 +16,7 @@ from tools.verify.parity.compare import (
     compare_initial_weights,
     compare_shapes,
 )
-from tools.verify.parity.noise import Noise
+from tools.verify.parity.noise import Noise, undetermined
 from tools.verify.parity.record import Record
 
 UPDATED_BOUND = 1e-9  # the least bound of weights and moments
@@ -50,11 +50,17 @@ def _compare_step(comparison: StepComparison) -> Iterator[Difference]:
     outcomes = (record.steps[step]["outcome"] for record in (candidate, oracle))
     yield compare_exactly("found_inf", "outcome", number, *outcomes)
     yield comparison.number("learning rate", "lr")
+    free = undetermined(oracle, comparison.noise, step)
     for kind in oracle.tensors:
-        if kind.startswith(f"after/{step}/"):
-            quantity = "weights" if kind.endswith("/weight") else "moments"
-            yield from comparison.tensors(quantity, kind, oracle.names, UPDATED_BOUND)
-    yield from compare_copies(candidate, f"after/{step}/")
+        if not kind.startswith(f"after/{step}/"):
+            continue
+        if kind.endswith("/weight"):
+            yield from comparison.tensors("weights", kind, oracle.names, UPDATED_BOUND, free)
+        else:
+            free_averages = free if kind.endswith("/ema") else None
+            yield from comparison.tensors(
+                "moments", kind, oracle.names, UPDATED_BOUND, free_averages
+            )
     for conflict_step, quantity in candidate.rank_conflicts:
         if conflict_step == number:
             yield compare_exactly("ranks agree", quantity, number, "ranks", "disagree")

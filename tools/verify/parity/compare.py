@@ -24,7 +24,14 @@ from torch import Tensor
 
 from models.feed_forward.router import is_correction
 from tools.verify.parity.borders import BACKWARD, FORWARD, BorderValues
-from tools.verify.parity.noise import Noise, count_zeros, error_scales, relative_error, tensor_error
+from tools.verify.parity.noise import (
+    Noise,
+    count_zeros,
+    error_scales,
+    relative_error,
+    tensor_error,
+    without_undetermined,
+)
 from tools.verify.parity.record import Record, Tensors
 
 EXACT = 0.0  # the bound of values that must have the same bits
@@ -196,15 +203,27 @@ class StepComparison:
         tensor_kind: str,
         names: Sequence[str],
         least_bound: float = 0.0,
+        undetermined: Mapping[str, Tensor] | None = None,
     ) -> Iterator[Difference]:
         """Compare the tensors of a kind, in the order of `names`; `compare_shapes` reports those
-        that one side lacks. least_bound: of each of them, whatever the noise is."""
+        that one side lacks.
+
+        least_bound: of each of them, whatever the noise is.
+        undetermined: how far each element may be from the reference's without an error, by tensor;
+            of tensors that are not in it no element may be.
+        """
         candidate = self.candidate.tensors.get(tensor_kind)
         if candidate is None or tensor_kind not in self.reference.tensors:
             return
         references = self.noise.values(
             self.reference, lambda run_record: run_record.tensors.get(tensor_kind, {})
         )
+        if undetermined:
+            candidate = without_undetermined(candidate, references.expected, undetermined)
+            perturbed = without_undetermined(
+                references.perturbed or {}, references.measured_from, undetermined
+            )
+            references = replace(references, perturbed=perturbed)
         # a run that skipped this step has none, and measures nothing
         references = replace(references, float64=references.float64 or None)
         reference = references.reference

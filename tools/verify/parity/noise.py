@@ -277,6 +277,52 @@ def _rounding_masks(reference: Tensors, perturbed_run: Tensors) -> Tensors:
     }
 
 
+def undetermined(reference: Record, noise: Noise, step: int) -> Tensors:
+    """Return how far elements of weights may be from those of `reference` after `step` (from 0)
+    because rounding alone decides where they move; tensors without such elements are left out.
+
+    A rule that takes the sign of a gradient, as Lion's, moves an element whose gradients were
+    rounding alone in all steps either way: two right runs may be apart by twice what it moved in
+    each. One perturbed run does not measure that, for by chance all of few such elements get the
+    same signs. Empty without a perturbed run.
+    """
+    if noise.perturbed_run is None:
+        return {}
+    unmoved = noise.unmoved_run or reference
+    masks: Tensors = {}
+    distances: Tensors = {}
+    before = reference.tensors["before/weight"]
+    for number in range(step + 1):
+        gradients = unmoved.tensors.get(f"gradient/{number}")
+        after = reference.tensors.get(f"after/{number}/weight")
+        if gradients is None or after is None:  # a skipped step
+            continue
+        perturbed = noise.perturbed_run.tensors[f"gradient/{number}"]
+        for tensor_name, mask in _rounding_masks(gradients, perturbed).items():
+            moved = (after[tensor_name] - before[tensor_name]).abs()
+            masks[tensor_name] = masks.get(tensor_name, mask) & mask
+            distances[tensor_name] = distances.get(tensor_name, 0.0) + 2 * moved
+        before = after
+    return {name: distances[name] * mask for name, mask in masks.items() if mask.any()}
+
+
+def without_undetermined(
+    tensors: Tensors, reference: Tensors, distances: Mapping[str, Tensor]
+) -> Tensors:
+    """Return tensors whose elements are nearer to those of `reference` by as much as `distances`
+    say, at most as near as to be equal."""
+    nearer = dict(tensors)
+    for tensor_name in distances.keys() & tensors.keys() & reference.keys():
+        difference = tensors[tensor_name] - reference[tensor_name]
+        beyond = difference.abs() - distances[tensor_name]
+        left = difference.sign() * beyond.clamp(min=0)
+        # the very bits of all others
+        is_free = distances[tensor_name] > 0
+        moved = reference[tensor_name] + left
+        nearer[tensor_name] = torch.where(is_free, moved, tensors[tensor_name])
+    return nearer
+
+
 def count_zeros(gradients: Tensors, reference: Tensors, perturbed_run: Tensors | None) -> int:
     """Return the number of zeros in `gradients`, without those that may be rounding error in
     `reference`."""

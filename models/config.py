@@ -718,9 +718,11 @@ class ModelConfig(ModelFields):
         return self.over_layers(lambda kind: kind.layer_flops(seq_length)) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of one block, with experts if the model has any, per token.
+        """Return the forward FLOPs of the matrix products of one block, per token; where layers
+        differ, of the model of one kind of layer (`kind_of_layer`), as `over_layers` asks.
 
-        Attention counts the whole seq_length or window, as if it were not causal.
+        Attention counts the whole seq_length or window, as if it were not causal; of a layer with a
+        recurrence its own FLOPs are counted (`attention_flops`).
         """
         # A token passes its own experts only. Each weight is one product and one sum.
         weights = self._attention_weights + self._mlp_weights(self.experts_per_token)

@@ -568,6 +568,7 @@ def _reduction_rule(position: int = 1) -> Rule:
 
 
 def _dropout_rule(call: CutCall) -> TensorCutOf:
+    """Dropout that drops nothing keeps the cut; any other is refused."""
     if call.argument(1, "p", 0.5) == 0 or not call.argument(2, "training", True):
         return _same_shape_rule(call)
     raise call.refuse(

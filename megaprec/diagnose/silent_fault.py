@@ -315,7 +315,11 @@ def _computation_fault(
     exact: bool,
 ) -> Fault | None:
     """Return the fault of the replicas that computed the suspect's micro-batch wrongly, by the
-    order of evidence in the module's docstring."""
+    order of evidence in the module's docstring.
+
+    suspect, comparable, exact: as in `judge`. "first" and "second" are the two repetitions that
+    each replica computes.
+    """
     replicas = 1 + max(of_rank.replica for of_rank in evidence)
     judged = range(replicas) if comparable else [suspect]
     first = {replica: _replica_trace(evidence, replica, "first") for replica in judged}
@@ -323,7 +327,8 @@ def _computation_fault(
 
     unsteady = _find_differing(first, second)
     if unsteady:
-        # If none is steady, and none needs to be, the computation is not deterministic.
+        # No replica repeats its own result, and none has to (exact): no fault, the computation is
+        # not deterministic.
         if not exact and len(unsteady) == len(judged):
             return None
         return _blame(evidence, unsteady, transient=True)

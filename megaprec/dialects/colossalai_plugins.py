@@ -172,6 +172,7 @@ def _output(reading: Reading, plugin: Plugin, precision: Decision) -> Decision:
 
 
 def _scaling(reading: Reading, plugin: Plugin) -> Decision:
+    """Return the loss scaling: dynamic with hysteresis for FP16, otherwise none."""
     if plugin.precision != "fp16":
         return reading.decided_by(LossScaling(), f"{TABLE}.precision")
     scaling = hysteresis_scaling(plugin, plugin.min_scale, plugin.max_scale)

@@ -231,8 +231,8 @@ def autocast(
     recipe: Any = None,
     amax_reduction_group: Any = None,
 ) -> Fp8Autocast:
-    """Return the arguments of `fp8_autocast` by the name and argument names of newer versions of
-    Transformer Engine."""
+    """Return what `fp8_autocast` returns, from the arguments of `autocast`, which is its name in
+    newer versions of Transformer Engine. It is no context manager: `resolve` takes the value."""
     return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group)
 
 

@@ -101,8 +101,8 @@ def excluded_by(recipe: FP8Recipe, name: str, layers: int) -> str:
 
 
 def unsupported_settings(recipe: FP8Recipe) -> dict[str, str]:
-    """Return the fields of `recipe` that are read and translated but not computed: field -> the
-    behaviour instead."""
+    """Return the fields that `recipe` turns on but that are not computed: field -> why not, or what
+    is computed instead."""
     reasons = {
         "dot_product_attention": "the products inside attention are computed in the compute dtype",
         "multi_head_attention": "the activations in attention have the compute dtype",

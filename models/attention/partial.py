@@ -218,7 +218,10 @@ class AttentionGradients:
         grad_value: Tensor,
     ) -> None:
         """Add the gradients from this part of the keys: that of query to its sum, the others to
-        `grad_key` and `grad_value`, in place."""
+        `grad_key` and `grad_value`, in place.
+
+        runs: the positions of these keys; those of the queries were given before.
+        """
         rule = self._rule
         key = key.to(self._wide_dtype)
         value = value.to(self._wide_dtype)

@@ -548,9 +548,10 @@ class PassHooks(StageHooks):
     def _announces(self, stage: int) -> bool:
         """Return True if the optimizer is told of the end of each backward pass through `stage`."""
         optimizer = self.passes.optimizer
-        # to reduce gradients of each micro-batch, of stages that are complete at its end
+        # ZeRO-2 reduces the gradients of each micro-batch, but for a stage with an embedding to
+        # which the last stage still adds
         by_microbatch = optimizer.shards_gradients and not self.passes.is_reduced_late(stage)
-        # or to sum them by a tree
+        # canonical numerics sum the gradients of micro-batches by a tree
         return self.trains and (by_microbatch or optimizer.canonical)
 
 

@@ -326,11 +326,11 @@ def _digest_trace(trace: MicrobatchTrace) -> Tensor:
 
 
 def _digests_of_messages(trace: MicrobatchTrace) -> dict[str, dict[str, str]]:
-    """Return the digests of messages by name and side."""
+    """Return the hexadecimal digests of messages, by name and side ("sent", "received")."""
     digests: dict[str, dict[str, str]] = {}
-    for (number, side), bits in trace.messages.items():
+    for (number, side), message_digest in trace.messages.items():
         of_message = digests.setdefault(message_name(number), {})
-        of_message[SIDES[side]] = hexadecimal(bits)
+        of_message[SIDES[side]] = hexadecimal(message_digest)
     return digests
 
 

@@ -93,16 +93,16 @@ class StepSums:
         )
 
     def read(self, report: StepReport, state: PassState) -> StepReport:
-        """Return the report of a step, whose further numbers are those of `sum`, with them in their
-        places.
+        """Return the report of a step with the numbers of `sum`, which it has in `further`, in
+        fields of their own.
 
         state: of its passes.
         """
         numbers = [*report.further]
         if not numbers:
             return report
-        # from the end, as they were put together
-        sources = self._read_sources(numbers, state)
+        # `sum` has put them together in this order: they are taken off from the end
+        sources = self._pop_sources(numbers, state)
         mtp_loss = numbers.pop() if self._config.mtp_layers else None
         z_loss = numbers.pop() if self._config.z_loss else None
         return replace(
@@ -122,7 +122,7 @@ class StepSums:
         packed = state.source_sums.packed(state.share.mask, state.share.targets.shape[1])
         return packed if self._counts_losses else torch.zeros_like(packed)
 
-    def _read_sources(self, numbers: list[float], state: PassState) -> tuple[SourceReport, ...]:
+    def _pop_sources(self, numbers: list[float], state: PassState) -> tuple[SourceReport, ...]:
         """Take the numbers of the data sets of a blend from the end of all numbers, and return
         their reports."""
         if state.share.sources is None:

@@ -111,9 +111,12 @@ class GatedDeltaNet(RecurrentMixer):
         return mixed, gate, strength, decay
 
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
+        """Convolve, apply the gated delta rule, normalize and gate, as the base class asks.
+        Collective over cp."""
         sensitive = self.context.plan.sensitive
         mixed, gate, strength, decay = self._split(projected)
         heads = self.log_rate.numel()
+        # from here on all tokens, of the heads that this rank of cp computes
         mixed, strength, decay = self._exchange_for_tokens(mixed, (strength, decay), heads)
         begins = begins_of(documents)
         convolved = self._convolve(mixed.to(sensitive), begins)
@@ -129,6 +132,7 @@ class GatedDeltaNet(RecurrentMixer):
         )
         # [b, n, s, v] -> [s, b, n, v]
         read = self._apply_rule(inputs).permute(2, 0, 1, 3)
+        # back to the tokens of this rank, of all its heads
         normalized = self.output_norm(self._exchange_back(read)).flatten(2)
         gated = normalized.to(sensitive) * self._factor(gate.to(sensitive))
         return gated.to(self.context.plan.compute)

@@ -64,7 +64,8 @@ def row_decay_rule_fault(
 
 
 def _drawn_tokens(sizes: tuple[int, ...], tokens: int) -> dict[str, Tensor]:
-    """Return drawn queries, keys, values and strengths of the gated delta rule."""
+    """Return drawn queries, keys, values and strengths of the gated delta rule; seed 3 is that of
+    the decays, which the callers add."""
     heads, key_dim, value_dim = sizes
     of_heads = (SAMPLES, heads, min(tokens, MOST_TOKENS))
     return {

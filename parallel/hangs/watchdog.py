@@ -134,8 +134,8 @@ class Watchdog:
             self._farewell(self._heart, self.size)
 
     def others(self) -> tuple[Beat, ...]:
-        """Return the last positions of the other ranks, as far as the store knows them within a
-        second."""
+        """Return the last positions of the other ranks that have told one. The store is read for a
+        second at most; ranks on this machine are asked for their present position."""
         if self._heart and not self._heart.lost:
             self._heart.look_around(1.0)
         heard = self._heart.heard if self._heart else {}

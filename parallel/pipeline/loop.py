@@ -210,6 +210,11 @@ class Pipeline:
         microbatch: int,
         received: Tensor | None,
     ) -> Tensor:
+        """Return what a stage sends on for a micro-batch, in the dtype of transfers; of the last
+        stage its part of the scaled loss, which is also added to the loss of the step.
+
+        received: what the stage before sent; None: the stage takes inputs of the batch.
+        """
         plan = self.optimizer.plan
         x = self._inputs[microbatch] if received is None else received.to(plan.residual)
         output = self._stages[stage](x)

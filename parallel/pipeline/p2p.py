@@ -47,8 +47,8 @@ class P2P:
     shape, dtype, device: those of every activation and gradient between stages.
         `dataclasses.replace(links, shape=...)` transfers another shape over the same communicators,
         as evaluation may need.
-    shared: ranks that hold the same messages, so that each transfers its share of them; of size
-        one: all of them.
+    shared: ranks that hold the same messages, so that each transfers its share of every message;
+        with one rank messages are transferred whole.
     sends: the largest number of unfinished sends per channel; `simulation.sends_under_way` computes
         it for a schedule.
     """
@@ -97,7 +97,7 @@ class P2P:
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
                 groups = communicators(axis, channels, device)
-        sharing_ranks = Axis("tp")
+        sharing_ranks = Axis("tp")  # of one rank: messages are transferred whole
         if shared is not None and match == "order":
             sharing_ranks = shared
         return P2P(

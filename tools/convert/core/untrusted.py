@@ -337,7 +337,8 @@ class PickledRecord:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a Record as a dict of its fields, recursively."""
+    """Return a value with each `PickledRecord` in it, within lists and tuples too, as a dict of its
+    fields. Tuples become lists; other values, dicts too, are as they were."""
     if isinstance(value, PickledRecord):
         return {name: as_plain(field) for name, field in vars(value).items()}
     if isinstance(value, list | tuple):

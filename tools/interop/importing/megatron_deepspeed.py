@@ -50,9 +50,11 @@ def read_engine(
 
 
 class _EngineReader:
-    """The arguments with a value that choose the engine, on their way to Megatron-LM's own.
+    """Takes the arguments with a value that Megatron-DeepSpeed adds to Megatron-LM's, one by one,
+    and translates them into Megatron-LM's own.
 
-    left: words in Megatron-LM's own arguments. found: configurations of DeepSpeed by name.
+    left: the words of the command line so far, translated or as they were. found: configurations of
+        DeepSpeed by name.
     """
 
     def __init__(self, command: CommandLine, arguments: Arguments, folder: Path | None) -> None:
@@ -62,6 +64,7 @@ class _EngineReader:
         self._documents = command.documents
         self._folder = folder
         typed = {_name(word) for word in command.words}
+        # then the configuration says what zero_stage would
         self._has_config = "deepspeed_config" in typed - arguments.dropped
 
     def take(self, name: str, word: Word, following: list[Word]) -> None:

@@ -75,8 +75,8 @@ def _sets_nothing(tokens: Sequence[Token]) -> bool:
 
 
 def may_end_elsewhere(tokens: Sequence[Token], written: str) -> bool:
-    """Return True for quotes within quotes, which may end elsewhere than it seems, and take in
-    lines."""
+    """Return True for a statement of several lines with quotes within quotes or a sign that is not
+    read: it may end elsewhere than it seems."""
     kinds = {token.kind for token in tokens}
     is_torn = "torn" in kinds or "other" in kinds
     is_long = "\n" in written

@@ -206,7 +206,8 @@ def _weight_gradient(
     target: Destination,
 ) -> Tensor | None:
     """Return the weight gradient if autograd wants it, which needs it now; offer the work to the
-    queue if it goes to the main gradient."""
+    queue if it goes to the main gradient. The queue runs it at once, unless the executor collects
+    the work of a split backward pass."""
     weight = ctx.weight
     products = ctx.products
     if target is Destination.AUTOGRAD:

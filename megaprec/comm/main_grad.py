@@ -57,8 +57,8 @@ class GradientSlot:
 
     make_room: gives `main_grad` its memory; None if it has it for good.
     has_gradient: it holds gradients of this step, to which the next one is added.
-    taken: gradients of this step were taken out of it.
-    summed: the sum over the ranks has begun, so that no gradient may come.
+    taken: gradients of this step were taken out of it (`take_gradients`), under ZeRO-2.
+    closed: the last sum over the ranks of this step has begun, so that no gradient may come.
     thread: that has added to it in this step; None before the first.
     several_threads: another thread, which still ran, has added to it too.
     """
@@ -66,7 +66,7 @@ class GradientSlot:
     make_room: Callable[[], None] | None = None
     has_gradient: bool = False
     taken: bool = False
-    summed: bool = False
+    closed: bool = False
     thread: Thread | None = None
     several_threads: bool = False
 
@@ -304,7 +304,7 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     gradients has begun, and if another thread has added to it.
     """
     slot = _slot(parameter)
-    if slot.summed:
+    if slot.closed:
         raise UserError.of(
             "optimizer.gradient_after_reduction", name=layout_of(parameter).parts[0].name
         )
@@ -412,7 +412,7 @@ def set_closed(parameters: Iterable[nn.Parameter], closed: bool) -> None:
     """Mark the parameters as taking no gradient, since their sum over the ranks has begun, or as
     taking them again."""
     for parameter in parameters:
-        _slot(parameter).summed = closed
+        _slot(parameter).closed = closed
 
 
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:

@@ -201,7 +201,7 @@ class DigestTrace:
     def _leave_module(self, stage: int, path: str, output: Any) -> None:
         """Note what a module returns, and its gradient when that is computed. With the return of
         the stage itself, whose path is empty, the trace of its forward pass ends."""
-        # modules return within the traced stage; a stage that returns ends the trace if it is its own
+        # modules return within the traced stage; of stages only that one ends its trace
         if self._traced_stage is None or (not path and self._traced_stage != stage):
             return
         description = f"the output of {path or f'stage {stage}'}"

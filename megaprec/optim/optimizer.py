@@ -718,6 +718,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         if loss is not None and self.tp.rank > 0:
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
             loss = loss * 0
+        # as it is, unless numerics are canonical, which alone count micro-batches
         loss = self._numerics.arrange_loss(
             loss,
             self._reducer.num_microbatches,
@@ -752,7 +753,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         return digest((*self.scaler.tensors(), self.applied_steps, rate, *limits))
 
     def _exchange(self, local: Tensor) -> StepNumbers:
-        """Return the numbers of all ranks together, by one all-reduce over the world."""
+        """Return the numbers of all ranks together, by one all-reduce over the world: those that
+        were packed, and what is made of them, as the norm and whether it is finite."""
         return self._consensus.read(self.world.sum_(local))
 
     def _decide(self, numbers: StepNumbers, settings: StepSettings) -> StepDecision:
@@ -878,6 +880,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         non-finite."""
         wide = tile.wide()  # views where the stored dtype is wide enough
         self._numerics.update_(rule, wide, step)
+        # the number of applied steps seeds stochastic rounding
         tile.store(wide.masters, wide.moments, step.applied)
 
     def _report(

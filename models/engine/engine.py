@@ -284,7 +284,7 @@ class Engine:
             optimizer=optimizer,
             fp8=self.fp8,
             links=links,
-            deferred=context.deferred,
+            deferred=context.deferred,  # a queue of its own, to which all its layers offer
             micro_batch=options.micro_batch,
             position=position or Position(),
             cp=self.cp,

@@ -113,7 +113,8 @@ class PassState:
     """The state of the passes of one share, in progress.
 
     share: the part of `full_share` that this rank of cp computes.
-    token_count: the number of tokens in the loss, over the global batch.
+    token_count: of the tokens in the loss, over the global batch: `total`, NaN on ranks without the
+        last stage, and `divisor`, which is 1 where that is 0.
     step: number of the training step, counted from 0; None in evaluation.
     scale: factor of the loss (the loss scale).
     loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer

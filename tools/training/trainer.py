@@ -599,6 +599,7 @@ class Trainer:
         if step_number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
         is_last = step_number + 1 >= self.config.train.steps
+        # begins to read the share of the next step too, unless this is the last one
         share = self._batches.take(first_sample, is_last)
         self._share_of_step = share
         shadow = None

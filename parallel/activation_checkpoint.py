@@ -63,7 +63,8 @@ class Recompute:
         """Return then(function(x)), as a forward pass does; the backward pass recomputes `function`
         if `module` is one of `modules`.
 
-        then: the operation after `function`; the result between both is then not kept.
+        then: the operation after `function`; if that is recomputed, the result between both is not
+            kept either.
         """
         if module in self.modules:
             return recomputed(function, x, then)

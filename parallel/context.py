@@ -121,7 +121,8 @@ class Context:
     def products(self, weight: nn.Parameter) -> GemmProvider:
         """Return the provider of the matrix products with a layer's weight [n, k].
 
-        Their results are activations.
+        Their results are activations. A layer calls this once, while it is built: the weight is
+        registered with `fp8` unless it stays in FP32, and marked if it is stored in FP8.
         """
         parts = layout_of(weight).parts
         name = parts[0].name

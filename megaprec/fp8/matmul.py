@@ -162,7 +162,8 @@ def _kind_of(a: Codes, b: Codes) -> Kind:
 
 
 def _kind_with_blocks_of(a: Codes, b: Codes) -> Kind:
-    """Return the kind whose blocks the codes have; the second factor may be a weight."""
+    """Return the kind that has the blocks of these codes, their bits, and scales that are powers of
+    two or not. b may be a weight, which some kinds cut into other blocks."""
     form = (a.tensor is not None, _has_narrow_scales(a))
     for kind, scales in SCALE_KINDS.items():
         a_block = block_in(scales.block, a.values.shape)

@@ -108,7 +108,8 @@ class Stage(nn.Module):
         self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
 
     def _add_first_modules(self, tied: tuple[int, ...]) -> None:
-        """Make what only the first stage has: the embedding, and a table of learned positions."""
+        """Make what the first stage has before its layers: the embedding, and if the model has them
+        a table of learned positions and the norm of the embeddings."""
         self.embedding = self._make_embedding(tied)
         if self.config.positions == "learned":
             self.position_table = self._make_position_table()

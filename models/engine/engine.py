@@ -530,7 +530,8 @@ def _attention_logits(
 
 
 def _of_samples(offenders: Sequence[Offender], pieces: int) -> tuple[Offender, ...]:
-    """Return offenders whose sequences are named by the samples of which they are pieces."""
+    """Return all offenders, with the numbers of their sequences changed to those of the samples,
+    each of which was cut into so many pieces."""
     renamed: list[Offender] = []
     for offender in offenders:
         if offender.samples is not None:

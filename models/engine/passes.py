@@ -113,8 +113,8 @@ class PassState:
     """The state of the passes of one share, in progress.
 
     share: the part of `full_share` that this rank of cp computes.
-    token_count: of the tokens in the loss, over the global batch: `total`, NaN on ranks without the
-        last stage, and `divisor`, which is 1 where that is 0.
+    token_count: of the tokens in the loss, or of their weights, over the global batch: `total`, NaN
+        on ranks without the last stage, and `divisor`, which is 1 where that is 0.
     step: number of the training step, counted from 0; None in evaluation.
     scale: factor of the loss (the loss scale).
     loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
@@ -144,7 +144,8 @@ class PassState:
 
     @property
     def divisor(self) -> Tensor:
-        """Return the number of tokens that the loss is divided by: float64 [].
+        """Return what losses are divided by, float64 []: the number of tokens, or the sum of their
+        weights; 1 where that is 0, and NaN on ranks without the last stage.
 
         The first call may wait for a sum over dp.
         """

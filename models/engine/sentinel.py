@@ -62,7 +62,8 @@ class SilentFault(Exception):
 
 
 class Sentinel(StepObserver):
-    """Checks single steps of `engine`.
+    """Checks that single steps of `engine` were computed rightly: what several ranks hold, and what
+    two computations of one micro-batch give, must have the same bits.
 
     exact: True if the model and its device are known to compute the same bits each time. If they
     are not, and a micro-batch computed twice by the same ranks differs on all of them, no rank is
@@ -80,7 +81,7 @@ class Sentinel(StepObserver):
         dp = self.optimizer.dp
         # Where tokens travel to experts, replicas compute a micro-batch together.
         self.replicas_together = engine.experts is not None
-        # True if a replica computes its neighbour's micro-batch, False if its own.
+        # True if a replica computes its neighbour's micro-batch again, False if its own.
         self.recomputes_neighbour = (
             dp.size > 1
             and self._replicas_compute_alike()

@@ -150,8 +150,8 @@ class StepSums:
         return table
 
     def _corrections(self) -> Tensor:
-        """Return the lowest and the highest correction of each layer, [layers, 2], on the rank that
-        counts them; zeros elsewhere. They are [layers, 0] without corrections."""
+        """Return the lowest and the highest correction of each layer, [layers, 2]: those of this
+        rank's layers if it counts them, and zeros for the rest; [layers, 0] without corrections."""
         columns = 2 if self._config.router.correction else 0
         shape = (len(self._layers), columns)
         table = torch.zeros(shape, dtype=torch.float64, device=self._device)

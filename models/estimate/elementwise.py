@@ -54,7 +54,8 @@ class LayerShare:
 def forward_bytes(
     config: ModelConfig, cut: Cut, layers: Sequence[int], plan: PrecisionPlan, share: LayerShare
 ) -> float:
-    """Return the bytes that layers of a stage move in a forward pass, per token of the rank.
+    """Return the bytes that operators between matrix products move in a forward pass of layers of a
+    stage, per token of the rank.
 
     layers: their numbers; of a last stage with modules of multi-token prediction each such module
         counts as the model's last layer.

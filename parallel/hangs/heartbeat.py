@@ -396,7 +396,7 @@ class Heartbeat:
 def _within(seconds: float, act: Callable[[], object]) -> None:
     """Call `act` in another thread and wait for it, but no longer than `seconds`.
 
-    An error of the store ends it.
+    An error of the store is dropped: the caller is told neither of it nor whether `act` has ended.
     """
 
     def act_on_store() -> None:

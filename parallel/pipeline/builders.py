@@ -110,8 +110,8 @@ def zb_h2(
     chunks: int = 1,
     cost: Cost = equal,
 ) -> Schedule:
-    """Return zb-h1 with twice the warm-up: no rank waits between its first and its last
-    instruction."""
+    """Return zb-h1 with twice the warm-up: with enough micro-batches and equal costs, no rank waits
+    between its first and its last instruction."""
     orders = [
         _alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT)
         for rank in range(ranks)

@@ -40,7 +40,8 @@ def _as_argument(text: str, place_of: Callable[[Path], Path]) -> Path:
 
 
 def checkpoints_elsewhere(path: Path) -> Path:
-    """Return the value of checkpoint.folder of a run folder, as a path; any other path itself."""
+    """Return where the checkpoints of a run folder are, if its checkpoint.folder is set; any other
+    path itself, and a run folder that sets none or cannot be read."""
     if is_remote(path) or not path.is_dir() or run_file_in(path, written_by_run=True) is None:
         return path
     try:

@@ -108,7 +108,8 @@ WITHOUT_KEY: Mapping[str, str] = {
 def _keys_of_others() -> dict[str, tuple[str, ...]]:
     """Return our keys by the names of what is read of Megatron-LM and DeepSpeed.
 
-    A key of DeepSpeed is known by its path, its last word if that is no common one, and its table.
+    A key of DeepSpeed is known by its path, by its last word if that has an underscore, and by the
+    first word, its table. Of equal names the first counts, and those of Megatron-LM before all.
     """
     arguments = megatron.READ.values()
     keys_by_name = {argument.kept: argument.keys for argument in arguments}

@@ -167,9 +167,10 @@ def leaf_calls(
 
 
 def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[LeafCall]:
-    """Return the calls of leaves in the statistics of gradients and in the optimizer's update.
+    """Return the calls of leaves in the statistics of gradients and in AdamW's update, which are
+    noted while they are made with tensors without storage.
 
-    Weights in FP8, whose updates change masters only, have none.
+    No weight in FP8 is among the tensors.
     """
     noted = dict[LeafCall, None]()
     leaves = Leaves(recorded_calls=noted)

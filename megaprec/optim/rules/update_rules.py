@@ -264,8 +264,8 @@ def update_padded(
 
 
 def claim_rule(rule: UpdateRule) -> None:
-    """Mark a rule as that of one optimizer. Raise UserError if it is another's, whose numbers it
-    may hold.
+    """Mark a rule as that of one optimizer. Raise UserError if it is marked already: it may hold
+    numbers of the other optimizer's steps.
 
     A frozen dataclass holds nothing that a step changes, so that optimizers may share it.
     """

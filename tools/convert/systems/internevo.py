@@ -139,7 +139,8 @@ def _refuse_unread_kinds(checkpoint: Path) -> None:
 
 
 def _read_ranks(checkpoint: Path) -> InternEvoRankFiles:
-    """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
+    """Return the tensors of all ranks. UserError if names have two forms, a rank has two files, or
+    one has none; the last shows only where names do not give both tp and wp."""
     names = sorted(rank_file.name for rank_file in checkpoint.iterdir())
     matches_by_name = {}
     for file_name in names:

@@ -253,7 +253,8 @@ class _Script:
         return True
 
     def _follow_call(self, command: Sequence[Token]) -> bool:
-        """Follow a function that is called. Returns False if the command calls none."""
+        """Follow a shell function that the command calls. Returns False if it calls none whose body
+        is known, or if calls are nested too deep."""
         words = self.expander.raw_fields(command)
         body = self.bodies.get(words[0].text) if words else None
         if body is None or self.depth == DEEPEST:
@@ -264,7 +265,7 @@ class _Script:
             self._follow_all(body)
         self.num_calls -= 1
         self.depth -= 1
-        self.has_ended = self.has_exited
+        self.has_ended = self.has_exited  # `return` ends the call alone, `exit` the script
         return True
 
     def _follow_case(self, statements: Sequence[list[Token]]) -> bool:

@@ -1,5 +1,6 @@
 """What rounding is, and what is no rounding: by magnitude, not by being exactly zero."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def test_an_element_of_rounding_may_move_either_way_by_its_updates_and_any_other
     assert accused(ours) == []
     weights[0][0] += 0.02
     assert accused(ours) == [("weights", 1)], "further than both ways are apart"
+
+
+def test_copies_that_differ_are_told_beside_an_oracle_whenever_they_do() -> None:
+    record = moved_by_signs([[0.1, -0.2, 0.5]] * 2, 0.01)
+    kinds = ["before/weight", "gradient/1", "after/0/weight", "after/1/weight"]
+    torn = replace(record, copy_conflicts=[(kind, "bias") for kind in kinds])
+    found = compare_with_oracle(torn, record, Noise(record))
+    told = [(each.step, each.note.partition(" ")[0]) for each in found if each.error > each.bound]
+    assert told == [(0, "weight"), (1, "weight"), (2, "gradient"), (2, "weight")]
 
 
 # Rounding moves biases of keys by whole updates (35), small gradients by much (42), and signs of

@@ -203,8 +203,4 @@ class StepPosition(StepObserver):
         self.position.note_action("report of the step")
 
     def outcome(self, report: StepReport) -> None:
-        if report.overflowed:
-            # the replay may take longer than a step: it has a time limit of its own
-            self.position.enter(Phase.REPLAY)
-        else:
-            self.position.note_action("end of the step")
+        self.position.note_action("end of the step")

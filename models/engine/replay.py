@@ -12,6 +12,7 @@ import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.diagnose.nonfinite_trace import Trace
+from megaprec.diagnose.position import Phase
 from megaprec.optim.decision.attribution import Onset
 from megaprec.optim.decision.step_report import Offender
 from models.engine.passes import Passes, PassState, Share, require_steady_scales
@@ -42,6 +43,27 @@ def trace_offenders(
 ) -> tuple[Offender, ...]:
     """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
     Collective."""
+    # it may take longer than a step: it has a time limit of its own
+    with passes.position.in_phase(Phase.REPLAY):
+        onset = _run_again(passes, offenders, scale, skipped)
+        first_sample = torch.tensor([skipped.share.first], device=passes.optimizer.device)
+        first_samples = passes.optimizer.dp.gather(first_sample).tolist()
+        moments = onset.agreed(passes.optimizer.world)
+    traced = [
+        _with_origin(offender, moment, first_samples, passes)
+        for offender, moment in zip(offenders, moments, strict=True)
+    ]
+    return tuple(traced)
+
+
+def _run_again(
+    passes: Passes,
+    offenders: Sequence[Offender],
+    scale: float,
+    skipped: PassState,
+) -> Onset:
+    """Run the passes of the skipped step again. Returns what this rank has seen of each offender's
+    onset."""
     optimizer = passes.optimizer
     loss_scale = torch.tensor(scale, device=optimizer.device)
     state = passes.begin(skipped.full_share, skipped.step, loss_scale)
@@ -50,14 +72,7 @@ def trace_offenders(
     program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.scratch_gradients(), passes.fp8.replayed():
         passes.make_executor(state, program, [_OnsetObserver(onset, optimizer.dp)]).run()
-    first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
-    first_samples = optimizer.dp.gather(first_sample).tolist()
-    moments = onset.agreed(optimizer.world)
-    traced = [
-        _with_origin(offender, moment, first_samples, passes)
-        for offender, moment in zip(offenders, moments, strict=True)
-    ]
-    return tuple(traced)
+    return onset
 
 
 def _with_origin(

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.diagnose.position import Phase, StepPosition
 from models.engine import engine as engine_module
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from tests.layouts import Run, make_engine
+from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
+from tests.optim.test_locate import poison_backward
 
 
 def ids(samples: int, length: int) -> Tensor:
@@ -66,3 +68,27 @@ def test_skipped_steps_are_traced_if_that_is_asked_for(
 
     monkeypatch.setattr("tests.layouts.EngineOptions", Asked)
     assert make_engine(None, Run(MODELS["gpt2"])).trace == traces
+
+
+@pytest.mark.parametrize("traces", [True, False])
+def test_a_rank_is_in_a_replay_only_while_a_step_is_replayed(
+    traces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(MODELS["gpt2"], compute="fp32", steps=1)
+    engine = make_engine(None, run)
+    engine.trace = traces
+    position = engine.passes.position
+    engine.optimizer.observers += [StepPosition(position)]
+    position.enter(Phase.STEP, 1)
+    entered: list[Phase] = []
+    enter = position.enter
+
+    def noted(phase: Phase, step: int | None = None) -> None:
+        entered.append(phase)
+        enter(phase, step)
+
+    monkeypatch.setattr(position, "enter", noted)
+    poison_backward(engine.stages[0], "0", 1)
+    report = engine.step(share_of(None, batches(run)[0]), 1e-2, 0)
+    assert report.overflowed
+    assert entered == ([Phase.REPLAY, Phase.STEP] if traces else [])

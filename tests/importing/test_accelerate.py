@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.commands.launch import launch_command_parser
 
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, known_keys, load_run, read_run_settings
@@ -80,9 +78,12 @@ def with_fsdp(**changes: Any) -> dict[str, Any]:
 
 
 def test_every_key_that_accelerate_has_is_of_one_class() -> None:
+    reason = "needs accelerate: make oracles"
+    config_args = pytest.importorskip("accelerate.commands.config.config_args", reason=reason)
+    launch = pytest.importorskip("accelerate.commands.launch", reason=reason)
     tables = ("fsdp_config", "deepspeed_config", "parallelism_config")
-    names = {field.name for field in fields(ClusterConfig)} - {*tables}
-    options = vars(launch_command_parser().parse_args(["program.py"]))
+    names = {field.name for field in fields(config_args.ClusterConfig)} - {*tables}
+    options = vars(launch.launch_command_parser().parse_args(["program.py"]))
     # --zero_stage and the like, which its questions keep in deepspeed_config
     of_deepspeed = [
         option

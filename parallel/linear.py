@@ -125,7 +125,8 @@ class SummedLinear(torch.autograd.Function):
     """The sum over tp of each rank's x @ W.T, cut along the sequence, by products that are fused
     with their transfers: x [tp * s, b, k], weight [n, k] -> [s, b, n].
 
-    deferred: as of `Linear`. products: with one dtype of factors and results.
+    deferred: the queue for the gradient of a weight that has a main gradient.
+    products: with one dtype of factors and results.
     The backward pass all-gathers the gradient within the product that gives the gradient of x.
     """
 

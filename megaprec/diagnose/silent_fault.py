@@ -237,7 +237,11 @@ def _fault(
     module: str = "",
     direction: str = "",
 ) -> Fault:
-    """Return the fault of the ranks `blamed`; other arguments as of `Fault`."""
+    """Return the fault of the ranks `blamed`.
+
+    tensor_description: of the tensor in which it is first seen (`Fault.what`). The other arguments
+        are the fields of `Fault` with these names.
+    """
     return Fault(
         kind=kind,
         what=tensor_description,

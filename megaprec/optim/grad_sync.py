@@ -137,27 +137,32 @@ class GradReducer:
         """Start the reductions of all buffers whose gradients are final and whose predecessors have
         started."""
         while announced.buffers and not announced.awaited[announced.buffers[0]]:
-            self._start(chunk, announced.buffers.popleft(), announced.is_last, in_flight=True)
+            self._start(chunk, announced.buffers.popleft(), announced.is_last, in_backward=True)
 
-    def _start(self, chunk: int, buffer: Buffer, is_last: bool, in_flight: bool = False) -> None:
+    def _start(self, chunk: int, buffer: Buffer, is_last: bool, in_backward: bool = False) -> None:
         """Start a reduction of a buffer.
 
         is_last: of the last reduction of the buffer in the step.
-        in_flight: True during the backward pass.
+        in_backward: True within the backward pass that completes the gradients.
         """
         if buffer.shards_gradients:
             self._wait_for_all()
         if is_last:
             self._final.add(buffer)
-        wait = self._start_reduce(buffer, is_last, in_flight)
+        wait = self._start_reduce(buffer, is_last, in_backward)
         self._waits.setdefault(chunk, []).append(wait)
         if buffer.shards_gradients and not self._early:
             self._wait(chunk)
 
-    def _start_reduce(self, buffer: Buffer, is_last: bool, in_flight: bool) -> Wait:
-        """Start to sum the gradients of a buffer over tp and dp, and return the function that
-        waits. Arguments as of `_start`."""
-        self.sums.finish(buffer.parameters, in_flight=in_flight)
+    def _start_reduce(self, buffer: Buffer, is_last: bool, in_backward: bool) -> Wait:
+        """Start to sum the gradients of a buffer over tp and dp, and return the function that waits
+        for the sums. Before that the sums over micro-batches are completed, and parameters without
+        a gradient get zeros.
+
+        is_last: of the last reduction of the buffer in the step: its gradients are closed.
+        in_backward: True within the backward pass that completes the gradients.
+        """
+        self.sums.finish(buffer.parameters, in_backward=in_backward)
         zero_missing_grads(buffer.parameters)
         if self.before_reduce is not None:
             self.before_reduce(buffer)
@@ -181,8 +186,11 @@ class GradReducer:
                 self._start(chunk, buffer, announced.is_last)
 
     def end_microbatch(self, number: int, count: int, chunk: int, complete: bool) -> None:
-        """Take the gradients of a micro-batch in a chunk; arguments as of
-        `ParallelAMPOptimizer.end_microbatch`."""
+        """Take the gradients of a micro-batch in a chunk, whose backward pass has ended.
+
+        number, count: of the micro-batch, and of all micro-batches of this rank in the step.
+        complete: False if a second pass of the micro-batch computes further gradients.
+        """
         self.sums.end(number, count, chunk, complete)
         sharded = [buffer for buffer in self._open_buffers(chunk) if buffer.shards_gradients]
         if not complete or not sharded:

@@ -729,17 +729,17 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             loss = loss / self.dp.size  # so that the sum over dp is the mean
         # which parameters have a gradient: the ranks of a stage must agree on it
         presence = summarize_presence(self.all_buffers(), settings.lines)
-        nothing_counts: Tensor | float = 0.0
+        no_token_counts: Tensor | float = 0.0
         if counted_tokens is not None:
             # a NaN, of a rank that does not know the number, compares as unknown
-            nothing_counts = torch.as_tensor(counted_tokens, device=self.device) <= 0
+            no_token_counts = torch.as_tensor(counted_tokens, device=self.device) <= 0
         measured = self._consensus.measure(self._counted_grads, self._grads_counted_elsewhere)
         numbers = {
             "loss": 0.0 if loss is None else loss,
             "agrees_globally": self._common_digest(settings),
             "stops": self.stop,
             "num_gradients": presence.num_gradients,
-            "nothing_counts": nothing_counts,
+            "no_token_counts": no_token_counts,
             "num_losses": gave_loss,
             "agrees_in_pp_ranks": presence.digest,
         }
@@ -905,7 +905,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         zeros = tuple(map(int, numbers["zeros"]))
         return StepReport(
             outcome=self._outcome(numbers),
-            loss=math.nan if numbers["nothing_counts"] else numbers["loss"],
+            loss=math.nan if numbers["no_token_counts"] else numbers["loss"],
             grad_norm=numbers["norm"],
             num_zeros=sum(zeros),
             zero_ratio=sum(zeros) / self.num_elements,
@@ -930,7 +930,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             )
 
     def _outcome(self, numbers: Mapping[str, Any]) -> Outcome:
-        if numbers["nothing_counts"]:
+        if numbers["no_token_counts"]:
             return NO_TOKENS
         if numbers["finite"]:
             return SPIKE if numbers["is_spike"] else "applied"
@@ -941,7 +941,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     def _offenders(self, numbers: Mapping[str, Any]) -> tuple[Offender, ...]:
         """Return what was not finite, if anything was: the loss first, then tensors by their
         gradients. Collective over the world only then."""
-        if numbers["finite"] or numbers["nothing_counts"]:
+        if numbers["finite"] or numbers["no_token_counts"]:
             return ()
         tp_rank = None if self._virtual else self.tp.rank
         tensors = attribute_nonfinite(self.all_buffers(), self.pp, tp_rank, self.world, self.device)

@@ -74,7 +74,7 @@ class NaiveAMPModel(nn.Module):
         self.dtype = _use_dtype(dtype)
         self._group = known_group(parallel_mode, mesh)
         self._mesh = mesh
-        self.sync_buffer = sync_buffer
+        self.sync_buffer = sync_buffer  # its setter finds the ranks, from the model, group and mesh
         self._first_eval = False  # True from `eval()` to the first forward pass after it
         _cast_tensors(model, self.dtype, self.dtype)
         _install_casts_at_marked(model, self.dtype)

@@ -34,7 +34,7 @@ from megaprec.text.tokenizer_files import (
     NAMES,
     TokenizerSettings,
     another_kind,
-    neither,
+    not_a_tokenizer,
     read_definition,
     read_settings,
     require_agreeing,
@@ -330,7 +330,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             raise MemoryError(f"{path} cannot be read: {problem}") from problem
         kind = "" if content is None else another_kind(path, content[:4096])
         reason = kind or " ".join(str(problem).split())
-        raise neither(path, reason) from problem
+        raise not_a_tokenizer(path, reason) from problem
 
 
 def _require_file(path: Path) -> None:

@@ -225,16 +225,18 @@ def require_agreeing(
 
 
 def read_definition(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text of a tokenizer.json, and what it says. Raises UserError."""
+    """Return the text of a tokenizer.json, and what it says: a table that has the table "model".
+    Raises UserError for a file that is not that or gives a key twice."""
     try:
         text = read_text(path)
-        definition = parse_json(text, keys_only=True)
+        # the library of tokenizers checks the values
+        definition = parse_json(text, check_values=False)
     except (JSONDecodeError, UnicodeDecodeError) as error:
-        raise neither(path, f"{error}") from error
+        raise not_a_tokenizer(path, f"{error}") from error
     except (OSError, ValueError) as error:
         raise UserError.of("data.definition_unreadable", path=path, error=error) from error
     if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict):
-        raise neither(path, _kind_of_json(definition))
+        raise not_a_tokenizer(path, _kind_of_json(definition))
     return text, definition
 
 
@@ -322,7 +324,7 @@ def _keys_lacking(
             yield from _keys_lacking(value, read_value, f"{location}[{number}]")
 
 
-def neither(path: Path, why: str) -> UserError:
+def not_a_tokenizer(path: Path, why: str) -> UserError:
     """Return the error for a file that is no tokenizer. why: the reason, or what the file is."""
     return UserError.of("data.not_a_tokenizer", path=path, why=why)
 

@@ -161,7 +161,8 @@ class IndexedWriter:
     def _end_documents(self, ends: NDArray[np.int64]) -> None:
         """Write the lengths of documents that have ended, and where the next ones begin.
 
-        ends: as of `extend`; the first document has as many tokens as are open.
+        ends: of the tokens that were appended last, the numbers after which documents end. The
+            first of these documents has as many tokens as are open.
         """
         num_before = self._sequences
         lengths_of_others = np.diff(ends)

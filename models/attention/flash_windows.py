@@ -29,8 +29,8 @@ _NO_DROPOUT = 0.0
 class Documents:
     """The documents of a micro-batch.
 
-    numbers: int64 [b, s], as in `Packing`.
-    count: how many there are in all.
+    numbers: int64 [b, s], the number of each token's document within its sample.
+    count: how many there are in all samples together.
     """
 
     numbers: Tensor
@@ -39,8 +39,8 @@ class Documents:
 
     @cached_property
     def starts(self) -> Tensor:
-        """Return where each document begins in the samples laid end to end, and where they end:
-        int32 [count + 1]."""
+        """Return where each document begins in the samples laid end to end, and where the last one
+        ends: int32 [count + 1], the cu_seqlens of flash attention."""
         # False for the first token of a sample, which begins a document.
         same_as_before = F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))
         # The number of each token's document among those of all samples.

@@ -29,7 +29,10 @@ class LargestLogits:
 
     @torch.no_grad()
     def note(self, query: Tensor, key: Tensor, inputs: KernelInputs) -> None:
-        """Take in the logits of a micro-batch; arguments as of `largest_logits`."""
+        """Take in the logits of a micro-batch.
+
+        query: [b, n, s, d]. key: [b, groups, s, d].
+        """
         found = largest_logits(query, key, inputs)
         torch.maximum(self.values, found, out=self.values)
 

@@ -91,7 +91,8 @@ def causal_mask(
     A token attends to itself and to earlier tokens, but not to tokens before its window (0: no
     window) or in other documents. The polarity is that of torch's scaled_dot_product_attention.
     length: number of tokens.
-    documents: int64 [b, s], as in `Packing`; None: a sample is one document.
+    documents: int64 [b, s], the number of each token's document within its sample; None: a sample
+        is one document.
     past: number of first tokens that have no row, because they are only attended to; 0 if there are
         documents.
     """

@@ -190,7 +190,7 @@ class CachedStage(Stage):
         # The whole text is remembered in case it must be computed again.
         text = torch.cat((self._text, ids))
         if len(text) > self._capacity:
-            raise UserError.of("model.cache_full", num_text=len(text), capacity=self._capacity)
+            raise UserError.of("model.cache_full", num_tokens=len(text), capacity=self._capacity)
         past = len(self._text)
         if past and self._changes_all_angles(len(text)):
             # What is kept was rotated by other angles: begin again with the whole text.

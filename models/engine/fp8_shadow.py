@@ -195,7 +195,7 @@ def _count_lost_values(
 
     For weights that are kept as FP8 codes the counts are read from the parameter.
     casts: the result of `FP8State.watching`.
-    fp8_names: as in `_weight_gradients`.
+    fp8_names: the first logical tensor of each parameter with FP8 products.
     """
     zeros = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     counts: dict[str, Tensor] = {}

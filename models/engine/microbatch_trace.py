@@ -48,8 +48,8 @@ class MicrobatchTrace(PassObserver):
 
     last_stage: number of the model's last stage.
     alone: True if the micro-batch runs alone.
-    in_flight: True if its backward pass already reduces gradients: they are then given to `look_at`
-        before.
+    reduces_in_backward: True if its backward pass already reduces gradients: they are then given to
+        `look_at` before.
     messages: digests by message (a number, see `message_name`) and side, SENT or RECEIVED.
     """
 
@@ -60,7 +60,7 @@ class MicrobatchTrace(PassObserver):
         program: Program,
         *,
         alone: bool,
-        in_flight: bool,
+        reduces_in_backward: bool,
     ) -> None:
         # by stage: how many forwards come before that of the traced micro-batch
         turns: dict[int, int] = {}
@@ -73,7 +73,7 @@ class MicrobatchTrace(PassObserver):
             turns[stage] = 0 if alone else order.index(TRACED_MICROBATCH)
         self._borders = DigestTrace(stages, turns)
         self._last_stage = last_stage
-        self._in_flight = in_flight
+        self._reduces_in_backward = reduces_in_backward
         self._parameters = _readable_parameters(stages, program)
         self._noted: set[nn.Parameter] = set()
         self.messages: dict[tuple[int, int], Tensor] = {}
@@ -110,7 +110,7 @@ class MicrobatchTrace(PassObserver):
         if op in INPUT_GRADIENTS and stage > 0:
             gradient = Message(MessageType.GRADIENT, stage - 1, TRACED_MICROBATCH)
             self._note_message(executor, gradient, SENT)
-        if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
+        if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._reduces_in_backward:
             self._note_gradients(stage)
 
     def _note_message(

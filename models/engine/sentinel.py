@@ -117,7 +117,7 @@ class Sentinel(StepObserver):
         # The step's own executor is traced, and the optimizer's step calls `gradients_ready`.
         engine.pass_observers.append(self._real)
         self.optimizer.observers.append(self)
-        if self._reduces_in_flight:
+        if self._reduces_in_backward:
             self.optimizer.watch_local_gradients(
                 lambda buffer: self._real.look_at(buffer.parameters)
             )
@@ -166,7 +166,7 @@ class Sentinel(StepObserver):
         raise SilentFault(fault)
 
     @property
-    def _reduces_in_flight(self) -> bool:
+    def _reduces_in_backward(self) -> bool:
         """True if the backward pass of the step's only micro-batch already reduces its
         gradients."""
         return self.optimizer.overlap and self._passes.schedule.microbatches == 1
@@ -289,7 +289,7 @@ class Sentinel(StepObserver):
             engine.last_stage,
             self._passes.program,
             alone=alone,
-            in_flight=self._reduces_in_flight and not alone,
+            reduces_in_backward=self._reduces_in_backward and not alone,
         )
 
     @contextmanager

@@ -123,16 +123,16 @@ class StepSums:
         return packed if self._counts_losses else torch.zeros_like(packed)
 
     def _pop_sources(self, numbers: list[float], state: PassState) -> tuple[SourceReport, ...]:
-        """Take the numbers of the data sets of a blend from the end of all numbers, and return
-        their reports."""
+        """Take the numbers of the data sets of a blend off the end of `numbers`: the mean loss of
+        each set, then the tokens of each. Returns their reports; none without a blend."""
         if state.share.sources is None:
             return ()
         count = state.share.sources.count
         begin = len(numbers) - 2 * count
-        losses = numbers[begin : begin + count]
+        mean_losses = numbers[begin : begin + count]
         tokens = numbers[begin + count :]
         del numbers[begin:]
-        return tuple(map(SourceReport, losses, tokens))
+        return tuple(map(SourceReport, mean_losses, tokens))
 
     @property
     def _no_numbers(self) -> Tensor:

@@ -93,8 +93,11 @@ def running_sums(values: Tensor, dim: int) -> Tensor:
 
 
 def token_decays(log_decay: Tensor, begins: Tensor | None) -> Tensor:
-    """Return the decay from the token before to each token [b, n, s]; arguments as in
-    `Decays.of`."""
+    """Return the decay from the token before to each token [b, n, s].
+
+    log_decay: its logarithm, [b, n, s].
+    begins: bool [b, s], True where a document begins, of which the decay is 0; None: nowhere.
+    """
     decay = log_decay.exp()
     if begins is None:
         return decay

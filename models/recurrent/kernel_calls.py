@@ -101,7 +101,8 @@ def convolution(
 ) -> Tensor:
     """Return SiLU of what `models.recurrent.short_convolution` does, by causal-conv1d.
 
-    There are no tokens before those of documents.
+    begins: bool [b, s], True where a document begins; None: nowhere. Beside it `before` is None:
+        there are no tokens before those of documents.
     """
     convolved = kernel(
         _features_inside(x),
@@ -123,7 +124,10 @@ def _features_inside(x: Tensor) -> Tensor:
 
 def document_numbers(begins: Tensor | None) -> Tensor | None:
     """Return the number of each token's document in its sample, int32 [b, s]; None without
-    documents. The state before the first token is that of number 0."""
+    documents. The state before the first token is that of number 0.
+
+    begins: bool [b, s], True where a document begins.
+    """
     if begins is None:
         return None
     return begins.cumsum(1, dtype=torch.int32)

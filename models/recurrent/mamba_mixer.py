@@ -93,10 +93,11 @@ class MambaMixer(RecurrentMixer):
         return normalized.to(self.context.plan.compute)
 
     def _inputs(self, mixed: Tensor, step: Tensor, begins: Tensor | None) -> StateSpaceInputs:
-        """Return the inputs of the recurrence.
+        """Return the inputs of the recurrence, of the n heads that this rank computes.
 
         mixed: values, keys and queries [s, b, features] before the convolution.
         step: time steps as projected, [s, b, n].
+        begins: bool [b, s], True where a document begins; None: nowhere.
         """
         sizes = self.config.mamba
         convolved = self._convolve(mixed, begins)

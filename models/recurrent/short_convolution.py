@@ -44,7 +44,8 @@ def short_convolution(
 
 def _is_beyond(begins: Tensor, distance: int) -> Tensor:
     """Return bool [s, b, 1]: True where a document has begun within the last `distance` tokens, so
-    that the token `distance` tokens before is of another one."""
+    that the token `distance` tokens before is of another one. begins: bool [b, s], True where a
+    document begins."""
     begun = begins.cumsum(1)
     before = F.pad(begun, (distance, 0))[:, : begun.shape[1]]
     return (begun > before).t().unsqueeze(-1)

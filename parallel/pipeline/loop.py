@@ -87,7 +87,7 @@ class Pipeline:
             raise UserError.of(
                 "pipeline.stage_count",
                 schedule=schedule,
-                num_numbers=len(local_stages),
+                num_local=len(local_stages),
                 num_stages=len(stages),
             )
         if len(rank_of_stage) > 1 and not activation:

@@ -202,7 +202,11 @@ def memory_in_use(
     schedule: Schedule, rank: int, growth: Cost, within: Cost, message: float
 ) -> Iterator[MemoryInUse]:
     """Yield the memory of a rank for each instruction of its program, in the program's order, in
-    which spans need not be; arguments as for `peak`."""
+    which spans need not be.
+
+    growth: what an instruction adds to the memory. within: what it takes besides, while it runs.
+    message: size of one message between stages.
+    """
     program = schedule.programs[rank]
     messages = _message_memory(schedule, program, message, sends_under_way(schedule))
     activations = 0

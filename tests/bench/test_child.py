@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from tools.bench.child import Child, _marked
+from tools.bench.child import Child, _pids_with
 
 FAR = 600.0  # seconds: a limit that no machine reaches
 # in a session of its own, as a rank is
@@ -69,4 +69,4 @@ def test_a_process_that_says_nothing_for_too_long_is_ended(child: MakeChild) -> 
 
 
 def test_no_other_process_has_the_mark() -> None:
-    assert os.getpid() not in {*_marked(b"MEGAPREC_MEASUREMENT=none")}
+    assert os.getpid() not in {*_pids_with(b"MEGAPREC_MEASUREMENT=none")}

@@ -88,7 +88,7 @@ def test_a_value_of_another_kind_is_refused_by_name(written: Path) -> None:
 @pytest.mark.parametrize("skip", [[], [1, 0, 1], [1, 0, 1, 0, 1]])
 def test_windows_are_said_of_every_layer_and_no_other(skip: list[int], written: Path) -> None:
     args = vars(torch.load(file_of(written, "00_000"), weights_only=False)["args"])
-    with raises("convert.megatron_window_freq", num_numbers=4):
+    with raises("convert.megatron_window_freq", num_layers=4):
         model_of_args({**args, "window_size": (4, 0), "window_attn_skip_freq": skip}, None)
 
 

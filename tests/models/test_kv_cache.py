@@ -74,7 +74,7 @@ def test_positions_that_the_model_has_not_are_refused() -> None:
         cached.start(17)
     cached.start(4)
     cached.extend(torch.zeros(4, 1, dtype=torch.int64))
-    with raises("model.cache_full", num_text=5, capacity=4):
+    with raises("model.cache_full", num_tokens=5, capacity=4):
         cached.extend(torch.zeros(1, 1, dtype=torch.int64))
 
 

@@ -117,7 +117,7 @@ def _read_lines(
 def end_all(mark: str) -> None:
     """End every process with this mark."""
     for _ in range(ROUNDS):
-        marked = list(_marked(f"{MARK}={mark}".encode()))
+        marked = list(_pids_with(f"{MARK}={mark}".encode()))
         if not marked:
             return
         for pid in marked:
@@ -126,8 +126,9 @@ def end_all(mark: str) -> None:
         time.sleep(LOOK / 4)
 
 
-def _marked(entry: bytes) -> Iterator[int]:
-    """Yield the processes whose environment has this entry. One that has ended has none."""
+def _pids_with(entry: bytes) -> Iterator[int]:
+    """Yield the ids of the processes whose environment has this entry, NAME=value. One that has
+    ended has no environment."""
     for folder in PROCESSES.iterdir():
         if not folder.name.isdecimal():
             continue

@@ -65,7 +65,11 @@ def command_with_answers(asked: Asked, problems: Sequence[Problem]) -> str:
 
 def _answer(problem: Problem) -> tuple[str, str]:
     """Return the words that answer a problem, or the name of an argument to leave out; "" for
-    neither."""
+    neither.
+
+    problem: what was given, a colon, and what is wrong with it or what to do, as in
+        "--fim-rate 0.25: samples are not cut and moved to fill in the middle (FIM) here".
+    """
     said, _, remedy = problem.partition(": ")
     if assumed := ASSUME.search(problem):
         return f"--assume {assumed[1]}=VALUE", ""
@@ -74,8 +78,8 @@ def _answer(problem: Problem) -> tuple[str, str]:
     for key, value in KEY.findall(remedy):
         return f"{key}={value or 'VALUE'}", ""
     if can_be_dropped(problem):
-        names = [name for name in names_said(said) if name.replace("-", "_") not in NEEDED]
-        return "", names[0]
+        droppable = [name for name in names_said(said) if name.replace("-", "_") not in NEEDED]
+        return "", droppable[0]
     return "", ""
 
 

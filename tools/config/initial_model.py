@@ -100,7 +100,8 @@ def _add_model(
 def _keys_that_may_differ(model: ModelConfig, vocab: object, rows: int) -> set[str]:
     """Return the keys of [model] that may be others than those of the weights.
 
-    vocab: the given size, 0 if none is. rows: as in `_add_model`.
+    vocab: the given size, 0 if none is. rows: tokens that the weights have rows for if the
+        vocabulary may grow, else 0.
     """
     may_differ = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
     shrinks = isinstance(vocab, int) and 0 < vocab < rows

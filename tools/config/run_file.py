@@ -841,20 +841,23 @@ def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
 
 
 def _add_preset(settings: dict[str, Setting]) -> list[Problem]:
-    """Add the fields of the preset that are not given. Returns a problem if there is no such
-    preset."""
+    """Take `model.preset` out of the settings, and add those fields of the preset that neither file
+    nor command line gives. Returns a problem if there is no such preset.
+
+    settings: by "table.key".
+    """
     chosen = settings.pop("model.preset", None)
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        closest_preset = did_you_mean(str(chosen.value), PRESETS)
+        hint = did_you_mean(str(chosen.value), PRESETS)
         return [
             Problem.of(
                 "config.preset_unknown",
                 preset=toml(chosen.value),
                 origin=chosen.origin,
                 # the hint is a sentence, after which a new one begins
-                hint=f"{closest_preset} There" if closest_preset else "; there",
+                hint=f"{hint} There" if hint else "; there",
                 names=", ".join(PRESETS),
             )
         ]

@@ -93,7 +93,7 @@ def initial_model(folder: Path, own: ModelConfig | None = None) -> InitialModel:
 def open_initial(folder: Path, own: ModelConfig | None = None) -> Source:
     """Open the folder of train.init_from and check everything except the values. Raises UserError.
 
-    own: as of `initial_model`.
+    own: the model of the run file, which a folder has that leaves it open.
     """
     source = open_weights(folder, own)
     check_tokenizer(source.tokenizer, source.model.vocab)
@@ -103,7 +103,7 @@ def open_initial(folder: Path, own: ModelConfig | None = None) -> Source:
 def open_weights(folder: Path, own: ModelConfig | None = None) -> Source:
     """Open a folder without its optimizer state. Raises UserError.
 
-    own: as of `initial_model`.
+    own: the model of the run file, which a folder has that leaves it open.
     """
     kind, checkpoint = format_of(folder)
     if kind == "megaprec" and own is not None and own.factory:
@@ -129,7 +129,8 @@ def start_from(
     Return the entries of the run's checkpoints that keep what else the folder says.
 
     growth: the rows of new tokens; None if there are none. drawn: initial weights, of which they
-        are rows if growth says so. own: as of `initial_model`.
+        are rows if growth says so. own: the model of the run file, which a folder has that leaves
+        it open.
 
     Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or
     infinite. Collective over the world. Raises UserError, before anything is changed, if a file of

@@ -103,7 +103,7 @@ def _backend_problems(device: str) -> Iterator[Problem]:
 
 
 def _unused_patterns(patterns: Sequence[str], whole_model: Stage) -> Iterator[Problem]:
-    """Yield a problem for each pattern of fp8.wide that no weight of the model has."""
+    """Yield a problem for each pattern of fp8.wide that matches no weight of the model."""
     weight_names = list[str]()
     for parameter in whole_model.parameters():
         weight_names += [part.name for part in layout_of(parameter).parts]

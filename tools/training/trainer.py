@@ -478,8 +478,12 @@ class Trainer:
         return evaluated
 
     def _told_events(self, record: dict[str, Any], report: StepReport) -> list[dict[str, Any]]:
-        """Return the events of this step that its line tells, and add what they say to its
-        record."""
+        """Return the events of this step about invariants, spikes, routers and stragglers. Add to
+        `record` what they say, in a field of each kind, which the line of the step prints.
+
+        A step may break several invariants, and its field has them all. The event with what is
+        known of all invariants says nothing to the line. Collective over the world.
+        """
         events: list[dict[str, Any]] = []
         for event in self._invariant_events(report):
             events.append(event)

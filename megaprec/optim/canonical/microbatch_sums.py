@@ -166,17 +166,17 @@ class MicrobatchSums(RunningSums):
         self._require_consistent(microbatch, count)
         self._take_gradients(self._incomplete(self._chunks[chunk]), microbatch, complete)
 
-    def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
+    def finish(self, parameters: Sequence[nn.Parameter], in_backward: bool) -> None:
         """Complete the sums of these parameters, whose gradients are final; the sums are then in
         `main_grad`.
 
-        in_flight: True within the backward pass of the last micro-batch, whose end has not been
+        in_backward: True within the backward pass of the last micro-batch, whose end has not been
         announced. Raises UserError if the end of a micro-batch is missing.
         """
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
         incomplete = self._incomplete(parameters)
-        if in_flight and incomplete:
+        if in_backward and incomplete:
             self.count = self.count or 1  # no end was announced: the step has one micro-batch
             microbatches = set(range(self.count))
             missing = set[int]()

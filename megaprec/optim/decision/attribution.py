@@ -207,13 +207,14 @@ def _merge(findings: Iterable[_Finding], max_offenders: int) -> tuple[Offender, 
         replica = by_start.get(start, offender)
         # of two replicas that differ, the one with more bad elements
         by_start[start] = offender if offender.bad >= replica.bad else replica
-    merged = [_add(list(by_start.values())) for by_start in slices.values()]
+    merged = [_merged(list(by_start.values())) for by_start in slices.values()]
     merged.sort(key=lambda offender: (-offender.bad, offender.name, offender.tp_rank))
     return tuple(merged[:max_offenders])
 
 
-def _add(slices: Sequence[Offender]) -> Offender:
-    """Return one offender for disjoint slices of a tensor."""
+def _merged(slices: Sequence[Offender]) -> Offender:
+    """Return one offender for the disjoint slices of a tensor that one tp rank of a pipeline rank
+    saw: one at least."""
     return replace(
         slices[0],
         infs=sum(offender.infs for offender in slices),

@@ -68,7 +68,7 @@ NUMBERS: Mapping[str, Combine] = {
     "agrees_globally": Combine.EQUAL,
     "stops": Combine.SUM,
     "num_gradients": Combine.SUM,
-    "nothing_counts": Combine.SUM,
+    "no_token_counts": Combine.SUM,
     "num_losses": Combine.SUM,
     "zeros": Combine.BY_PP_RANK,
     "agrees_in_pp_ranks": Combine.EQUAL_IN_PP_RANK,
@@ -80,7 +80,7 @@ loss: this rank's share.
 agrees_globally: digest of the scaler, step count, learning rate and limits.
 stops: 1 if the rank was asked to stop.
 num_gradients: how many of the rank's parameters have one.
-nothing_counts: 1 if the rank knows that no token of the batch counts in the loss.
+no_token_counts: 1 if the rank knows that no token of the batch counts in the loss.
 num_losses: 1 if the rank knows a loss.
 zeros: gradient elements that are zero.
 agrees_in_pp_ranks: digest of the parameters without a gradient, and of the settings.
@@ -96,11 +96,15 @@ gave_loss: whether some rank has given a loss. Without one the loss is NaN.
 
 
 def forbids(numbers: StepNumbers, on_nonfinite: str) -> Tensor:
-    """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
-    plan."""
+    """Return float32 [], 1 if the step must change nothing, and 0 if it may change the state: all
+    ranks agree, some parameter has a gradient, some token counts in the loss, and gradients and
+    loss are finite or `on_nonfinite` is "ignore". Spikes are not looked at here.
+
+    on_nonfinite: as in the precision plan.
+    """
     ranks_agree = numbers["agrees_globally"] & numbers["agrees_in_pp_ranks"]
     has_gradients = numbers["num_gradients"] > 0
-    allowed = ranks_agree & has_gradients & ~numbers["nothing_counts"]
+    allowed = ranks_agree & has_gradients & ~numbers["no_token_counts"]
     if on_nonfinite != "ignore":
         allowed = allowed & numbers["finite"]
     return allowed.logical_not().float()
@@ -225,7 +229,7 @@ class StepConsensus:
             "norm": squares.sqrt() if self.order == 2 else joined_norm(norms, self.order),
             "loss": loss.where(gave_loss, math.nan),
             "finite": torch.stack((squares, loss)).isfinite().all(),
-            "nothing_counts": numbers["nothing_counts"] > 0,
+            "no_token_counts": numbers["no_token_counts"] > 0,
             "gave_loss": gave_loss,
         }
 

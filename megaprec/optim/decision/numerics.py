@@ -27,13 +27,15 @@ class RunningSums:
     count = 0
 
     def end(self, microbatch: int, count: int, chunk: int, complete: bool) -> None:
-        """Note the end of a backward pass of a micro-batch in a chunk; arguments as of
-        `ParallelAMPOptimizer.end_microbatch`."""
+        """Note the end of a backward pass of a micro-batch, of `count` on this rank, in a chunk.
 
-    def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
+        complete: False if a second pass of the micro-batch computes further gradients.
+        """
+
+    def finish(self, parameters: Sequence[nn.Parameter], in_backward: bool) -> None:
         """Complete the sums of these parameters, whose gradients are final, in `main_grad`.
 
-        in_flight: True within the backward pass of the last micro-batch, whose end has not been
+        in_backward: True within the backward pass of the last micro-batch, whose end has not been
             announced.
         """
 

@@ -163,6 +163,9 @@ class Buffer:
     kept: what is kept beside masters and moments, and where.
     The masters are initialised from the original values of the parameters, before rounding.
 
+    start, stop: this rank's slice of the buffer: its masters and state, [local] above.
+    share: (start, stop) of the part of that slice which no other replica counts, saves or sends.
+        Replicas that hold one slice divide it; under ZeRO-1 over all of dp it is the whole slice.
     ema_has_begun: False until the average is a copy of the masters, or was loaded.
     """
 

@@ -228,15 +228,20 @@ def _stage_seconds(
     def instruction(
         op: Op, product: float, attention: float, elementwise: float, passes: float
     ) -> InstructionSeconds:
-        """Return the times of one computation. passes: forward passes of a layer that it is as long
-        as, in latency."""
+        """Return the times of one computation, in seconds.
+
+        product, attention, elementwise: seconds of these operations.
+        passes: as how many forward passes of a layer its latency counts.
+        """
         tensor = tensor_bytes(config, cost, op)
         context = context_bytes(config, cost, op)
         experts = expert_bytes(config, cost, op)
-        sending = tensor / links["tp"].bandwidth
-        sending += context / links["cp"].bandwidth
-        sending_rows = experts / links["experts"].bandwidth
-        traffic = (1 - assumed.hidden) * sending + (1 - assumed.hidden_rows) * sending_rows
+        sending_seconds = tensor / links["tp"].bandwidth
+        sending_seconds += context / links["cp"].bandwidth
+        row_seconds = experts / links["experts"].bandwidth  # of tokens' rows, to experts and back
+        # what does not run beside products
+        traffic = (1 - assumed.hidden) * sending_seconds
+        traffic += (1 - assumed.hidden_rows) * row_seconds
         return InstructionSeconds(
             product,
             attention,

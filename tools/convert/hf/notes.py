@@ -16,11 +16,11 @@ from tools.convert.hf.keys import IDS
 from tools.convert.hf.rope import BY_LAYER
 
 Json = Mapping[str, Any]
-ANGLES = "rotary_emb.inv_freq"
 KEPT = "which no token of vocab_size has: it is kept"
-# By how much saved angles may differ: bf16 rounds to 0.4 %, and another rope_theta is far more.
-ANGLE_RTOL = 0.02
-ANGLE_ATOL = 1e-6
+SAVED_FREQUENCIES = "rotary_emb.inv_freq"
+# By how much these may differ: bf16 rounds to 0.4 %, and another rope_theta is far more.
+FREQUENCY_RTOL = 0.02
+FREQUENCY_ATOL = 1e-6
 
 
 def notes(
@@ -89,18 +89,18 @@ def _notes_on_versions(config: Json) -> Iterator[str]:
 
 
 def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[str]:
-    """Yield a note on angles of rotary positions in the files that are not those of config.json,
-    which are followed.
+    """Yield a note if the files have frequencies of rotary positions (`inv_freq`, radians per
+    position of each pair of features) that are not those of config.json, which are followed.
 
-    Older versions of transformers saved them, with rope_scaling or before it, and 16 bits round
-    them.
+    Older versions of transformers saved them, some as rope_scaling makes them and others unscaled,
+    and in 16 bits, which round them: both are taken as those of config.json.
     """
     for name, stored in files.items():
         # Only old versions of transformers saved this buffer.
-        if not name.endswith(ANGLES):
+        if not name.endswith(SAVED_FREQUENCIES):
             continue
         has_shape = stored.shape == (model.rotary_dims // 2,)
-        if not has_shape or not _are_angles(stored.read().double(), model):
+        if not has_shape or not _are_frequencies(stored.read().double(), model):
             yield (
                 f"{name} has other angles than config.json says, which is followed: rope_theta "
                 "may be another there"
@@ -108,14 +108,15 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
             return
 
 
-def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
-    """Return True if saved angles are those of some layers of a model, or those before scaling."""
-    # Some saved the angles of one type of layer, others those before they are stretched.
+def _are_frequencies(saved: Tensor, model: ModelConfig) -> bool:
+    """Return True if saved frequencies, float64 [pairs], are those of some layers of a model,
+    scaled or not."""
+    # Some saved those of one type of layer, others those before they are scaled.
     window_base = model.window_rope_base or model.rope_base
     for base in (model.rope_base, window_base):
         for scaling in (model.rope_scaling, RopeScaling()):
-            angles = frequencies(scaling, base, model.rotary_dims, model.max_positions)
-            if torch.allclose(saved, angles, rtol=ANGLE_RTOL, atol=ANGLE_ATOL):
+            expected = frequencies(scaling, base, model.rotary_dims, model.max_positions)
+            if torch.allclose(saved, expected, rtol=FREQUENCY_RTOL, atol=FREQUENCY_ATOL):
                 return True
     return False
 

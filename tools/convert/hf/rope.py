@@ -409,7 +409,12 @@ def _base_of_windows(window_fields: Fields) -> float:
 
 
 def _proportional_fields(parameters: dict[str, Any]) -> Fields:
-    """Return our fields of proportional rope parameters, where a part of the pairs turns."""
+    """Return our fields of proportional rope parameters, and take these out of `parameters`.
+
+    Only the fastest pairs turn, as many as the scaling's fraction says. Their frequencies are those
+    of a whole head: rotary_fraction, which would choose other frequencies, is 1.
+    Raises UserError for parameters without rope_theta, or with others that are not known.
+    """
     factor = parameters.pop("factor", None)
     fraction = parameters.pop("partial_rotary_factor", None)
     scaling = {

@@ -161,7 +161,7 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     each layer, or n: then every nth layer has none.
     """
     window = arguments.get("window_size")
-    numbers = range(1, arguments["num_layers"] + 1)
+    layer_numbers = range(1, arguments["num_layers"] + 1)
     if not window:
         return {}
     # Megatron counts the tokens before the current one; ours counts that one too.
@@ -171,11 +171,12 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     # Without a list every skip-th layer sees all tokens.
     skip = arguments.get("window_attn_skip_freq")
     if isinstance(skip, list | tuple):
-        if len(skip) != len(numbers):
-            raise UserError.of("convert.megatron_window_freq", skip=skip, num_numbers=len(numbers))
+        if len(skip) != len(layer_numbers):
+            num_layers = len(layer_numbers)
+            raise UserError.of("convert.megatron_window_freq", skip=skip, num_layers=num_layers)
         has_window = [bool(value) for value in skip]
     else:
-        has_window = [not skip or number % skip != 0 for number in numbers]
+        has_window = [not skip or number % skip != 0 for number in layer_numbers]
     return window_fields(has_window, before + 1)
 
 

@@ -66,7 +66,8 @@ def _is_yarn(arguments: Args) -> bool:
 
 
 def _scaling(arguments: Args) -> dict[str, Any]:
-    """Return the scaling of rotary positions: Llama 3.1's, or linear."""
+    """Return the fields of the scaling of rotary positions: Llama 3.1's, or linear; {} for none.
+    Raises UserError for both, and for a linear factor below 1."""
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     scaled = bool(arguments.get("use_rope_scaling"))
     if factor is not None and scaled:

@@ -125,7 +125,7 @@ def titan_rules(checkpoint: Path, model: ModelConfig, spelling: VersionSpelling)
     rules = [
         NameRule(EMBEDDING, ("embedding.weight",)),
         NameRule(f"{_LAYER}.attention_norm.weight", ("layers.N.attention_norm.weight",)),
-        *(_latents() if spelling.model == "deepseek_v3" else _projections(spelling)),
+        *(_latent_projections() if spelling.model == "deepseek_v3" else _projections(spelling)),
         NameRule(f"{_ATTENTION}.wo.weight", (f"{_ATTENTION}.output.weight",)),
         NameRule(f"{_LAYER}.ffn_norm.weight", ("layers.N.mlp_norm.weight",)),
         *_feed_forward(f"{_LAYER}.feed_forward", _MLP),
@@ -153,8 +153,8 @@ def _projections(spelling: VersionSpelling) -> list[NameRule]:
     ]
 
 
-def _latents() -> list[NameRule]:
-    """Return the rules of queries, keys and values of DeepSeek."""
+def _latent_projections() -> list[NameRule]:
+    """Return the rules of queries, keys and values of DeepSeek's multi-head latent attention."""
     down = (f"{_ATTENTION}.key_value_down.weight", f"{_ATTENTION}.key_rope.weight")
     up = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     return [

@@ -102,12 +102,14 @@ def read_script(text: str, path: Path, assumed: Mapping[str, str]) -> CommandLin
 class _Script:
     """A script that is followed. path: of its file; None for a command line that is given as text.
 
-    files: those beside it. commands: the words of those that may run a program. passed: the places
-    of branches that end the script and whose conditions hold. functions: what may change its
-    arguments.
-    seen: the last command that is none of a training. has_ended: True after `exit` or `return`.
-    has_exited: True after `exit`. bodies: of functions that are followed. num_calls: of those that
-    are being followed.
+    files: those beside it. commands: the words of those that may run a program. documents: texts of
+    here-documents that the script writes, by file. passed: the places of branches that end the
+    script and whose conditions hold. seen: the last command that is none of a training.
+    unread_functions: names of functions and aliases whose bodies are not known (yet): one before a
+    program may change its arguments. bodies: of the other functions, by name.
+    has_ended: True after `exit` or `return`. has_exited: True after `exit`.
+    depth: how many calls, scripts and texts are being followed within each other. num_calls: how
+    many of them are calls of functions.
     """
 
     def __init__(self, path: Path | None, assumed: Mapping[str, str]) -> None:
@@ -115,7 +117,7 @@ class _Script:
         self.files = FilesBeside(path)
         self.variables = Variables(assumed)
         self.expander = Expander(self.variables)
-        self.functions = set[str]()
+        self.unread_functions = set[str]()
         self.commands: list[list[Word]] = []
         self.documents: dict[str, str] = {}
         self.seen = ""
@@ -150,7 +152,7 @@ class _Script:
         """Follow the lines of a text up to its end. line: the number of its first."""
         text = PLACEHOLDER.sub(r'\1"\2"', text)
         for of_brackets, of_word in FUNCTION.findall(text):
-            self.functions.add(of_brackets or of_word)
+            self.unread_functions.add(of_brackets or of_word)
         statements = list[list[Token]]()
         for tokens in read_lines(text if line > 1 else text.translate(HOLE_SIGNS), file):
             placed = [token._replace(line=token.line + line - 1) for token in tokens]
@@ -248,7 +250,7 @@ class _Script:
             return False
         name, body = found
         self.bodies[name] = body
-        self.functions.discard(name)
+        self.unread_functions.discard(name)
         self.variables.functions[name] = "\n".join(map(written_of, body))
         return True
 
@@ -452,7 +454,7 @@ class _Script:
         is_hidden = any(seems_to_run(word.text) for word in raw_words)
         words = [self.variables.holes.finished(word) for word in raw_words]
         launchers = {word.text for word in words[: end_of_program(words)]}
-        if is_hidden or launchers & self.functions:
+        if is_hidden or launchers & self.unread_functions:
             raise UserError.of("import.program_hidden", place=first.place)
         self.commands.append(words)
         if not end_of_program(words) and len(words) > 1:

@@ -123,7 +123,10 @@ class Variables:
 
     def is_absent(self, name: str, has_default: bool = False) -> bool:
         """Return True for a variable that nothing sets: neither the script nor what runs it.
-        has_default: the script says what counts without a cluster."""
+
+        name: of a variable, or a number: an argument of the script, from 1 on.
+        has_default: True for `${NAME:-default}`: then a variable of a cluster counts as not set.
+        """
         is_set_outside = SET_OUTSIDE.fullmatch(name) and not has_default
         if is_set_outside:
             return False

@@ -62,12 +62,18 @@ FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another
 
 @dataclass
 class Sources:
-    """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
-    if it says so. system: the kind of settings under names of their own, which are `renamed`, with
-    a dot those within a table, from `renamed_files`. trainer: arguments of Hugging Face's Trainer,
-    from a file in `folder`. documents: files that a script with them writes, by name. torchtitan:
-    its settings by dotted key, each with its place; those of a command line count. accelerate: its
-    configurations by file."""
+    """Everything that was read.
+
+    arguments: Megatron-LM's.
+    deepspeed, accelerate: configurations by file.
+    ranks: what a launcher starts, if it says so.
+    names: of the files, and of a command line that was given.
+    trainer: arguments of Hugging Face's Trainer, from a file in `folder`.
+    documents: files that a script with these writes, by name.
+    system: the kind of settings under names of their own. These are `renamed`, with a dot those
+        within a table, from `renamed_files`.
+    torchtitan: its settings by dotted key, each with its place; those of a command line count.
+    """
 
     arguments: Arguments
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -537,7 +543,9 @@ def _add_unreadable(leaf: Leaf, problem: Unreadable, arguments: Arguments) -> No
 
 
 def _note_chain(path: Path, chain: Chain, sources: Sources) -> None:
-    """Note what was read beside a file, and what was not."""
+    """Add to the sources the files that a YAML file names (`chain`), the ranks that it says, and
+    notes: its launcher's settings are not read, and variables of the environment to which it gives
+    a default (`chain.absent`) are taken as not set."""
     sources.names += dict.fromkeys(chain.files)
     sources.ranks = chain.ranks or sources.ranks
     sources.notes.append(

@@ -43,11 +43,12 @@ class Leaf(NamedTuple):
 
 @dataclass
 class Chain:
-    """The settings of several files, a later one in place of an earlier one.
+    """The settings of a YAML file, the first, and of those that it names, a later one in place of
+    an earlier one.
 
-    leaves: by name. files: that were read beside the first. absent: variables of the environment
-    whose defaults count. has_base: the files beside the first hold the program's
-    defaults. ranks: that the file says its launcher starts.
+    leaves: by name. files: names of those that were read beside the first. absent: variables of the
+    environment whose defaults count, for it is not known whether they are set. has_base: the files
+    beside the first hold the program's defaults. ranks: that the first says its launcher starts.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)

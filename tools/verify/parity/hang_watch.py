@@ -46,8 +46,8 @@ IDLE = 0.02  # share of one processor below which a rank does not compute
 
 
 class Trail(Waits):
-    """The way of a rank's main thread, which writes it itself: no other thread looks at what it
-    runs.
+    """The way of a rank's main thread. The main thread notes it itself at each wait; of the time
+    between, another thread knows what faulthandler says.
 
     position: with the instruction of the schedule. modules: those whose forward pass is under way,
     by the common part of their parameters' logical names, innermost last. where: whereabouts in the
@@ -72,16 +72,21 @@ class Trail(Waits):
 
     def now(self) -> dict[str, Any]:
         """Return the whereabouts of the main thread now, as far as another thread can tell."""
-        return self.where or self._from_outside()
+        return self.where or self._from_call_stack()
 
-    def _from_outside(self) -> dict[str, Any]:
-        """Return the whereabouts outside of waits that are noted; a wait of the user's own code may
-        be there."""
-        calls = main_calls()
+    def _from_call_stack(self) -> dict[str, Any]:
+        """Return the whereabouts of the main thread while it has noted no wait. Another thread
+        calls this; the main thread computes, or waits in a collective of the user's own code.
+
+        The fields are those of `whereabouts`, but a collective has no axis here: it is the name of
+        the torch function.
+        """
+        calls = main_calls()  # innermost first
         waits, lines = summarize_calls(calls)
         where: dict[str, Any] = {"at": lines, "waits": waits, **self._instruction()}
         collectives = [call.function for call in calls if _is_collective(call.file, call.function)]
         if waits and collectives:
+            # of nested calls of collectives, the outermost names the kind
             where["collective"] = collectives[-1]
         if self.modules:
             where["module"] = self.modules[-1]

@@ -214,24 +214,27 @@ class MatrixUpdates:
 
 
 def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldSpan:
-    """Return what this rank holds of a piece, of which it sends the owner what no other rank
-    sends."""
+    """Return what this rank holds of a piece, and what it sends of that to the owner of the matrix:
+    ranks that hold the same elements divide them, so that each is sent once.
+
+    matrix: its number among the matrices of the stage.
+    """
     part = piece.part
-    in_slice = piece.overlap(buffer.start, buffer.stop)
-    in_share = piece.overlap(*buffer.share)  # which lies within the slice
-    # of a slice that several tp ranks hold, the one with copy 0 sends
-    if part.copy or not in_share:
-        in_share = range(in_slice.start, in_slice.start)
+    held = piece.overlap(buffer.start, buffer.stop)
+    sent = piece.overlap(*buffer.share)  # within those that are held
+    # of a part that several tp ranks hold, the one with copy 0 sends
+    if part.copy or not sent:
+        sent = range(held.start, held.start)  # none
     return HeldSpan(
         matrix=matrix,
         buffer=buffer_number,
         dim=-1 if part.dim is None else part.dim,
         shards=part.shards,
         shard=part.shard,
-        start=in_slice.start - piece.start,
-        stop=in_slice.stop - piece.start,
-        sent_start=in_share.start - piece.start,
-        sent_stop=in_share.stop - piece.start,
+        start=held.start - piece.start,
+        stop=held.stop - piece.start,
+        sent_start=sent.start - piece.start,
+        sent_stop=sent.stop - piece.start,
     )
 
 

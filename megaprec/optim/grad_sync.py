@@ -57,7 +57,8 @@ class _Pass:
 
 
 class GradReducer:
-    """The reduction of gradients over tp and dp, by model chunk.
+    """The reduction of gradients over tp and dp, by model chunk: a stage of this rank, numbered as
+    among these.
 
     chunks: the buffers of each model chunk, in the order of the forward pass.
     early: True to start the reduction during the last backward pass, so that it overlaps with later
@@ -156,7 +157,11 @@ class GradReducer:
 
     def _start_reduce(self, buffer: Buffer, is_last: bool, in_flight: bool) -> Wait:
         """Start to sum the gradients of a buffer over tp and dp, and return the function that
-        waits. Arguments as of `_start`."""
+        waits.
+
+        is_last: no reduction of the buffer follows in the step. in_flight: the backward pass that
+            completes its gradients still runs.
+        """
         self.sums.finish(buffer.parameters, in_flight=in_flight)
         zero_missing_grads(buffer.parameters)
         if self.before_reduce is not None:
@@ -181,8 +186,10 @@ class GradReducer:
                 self._start(chunk, buffer, announced.is_last)
 
     def end_microbatch(self, number: int, count: int, chunk: int, complete: bool) -> None:
-        """Take the gradients of a micro-batch in a chunk; arguments as of
-        `ParallelAMPOptimizer.end_microbatch`."""
+        """Take the gradients of micro-batch `number`, of `count` on this rank, in a chunk.
+
+        complete: False if a second pass of the micro-batch computes further gradients.
+        """
         self.sums.end(number, count, chunk, complete)
         sharded = [buffer for buffer in self._open_buffers(chunk) if buffer.shards_gradients]
         if not complete or not sharded:

@@ -27,8 +27,10 @@ class RunningSums:
     count = 0
 
     def end(self, microbatch: int, count: int, chunk: int, complete: bool) -> None:
-        """Note the end of a backward pass of a micro-batch in a chunk; arguments as of
-        `ParallelAMPOptimizer.end_microbatch`."""
+        """Note the end of a backward pass of a micro-batch, of `count` on this rank, in a chunk.
+
+        complete: False if a second pass of the micro-batch computes further gradients.
+        """
 
     def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
         """Complete the sums of these parameters, whose gradients are final, in `main_grad`.
@@ -69,8 +71,11 @@ class Numerics:
         device: torch.device,
         leaves: CallLeaf | None = None,
     ) -> StepConsensus:
-        """Return what packs a rank's numbers and reads their sum. order: of the gradients' norm.
-        leaves: as for the optimizer."""
+        """Return what packs a rank's numbers and reads their sum.
+
+        order: of the gradients' norm. leaves: calls the statistics in their compiled form, if
+            there is one.
+        """
         return StepConsensus(pp, world, order, device, leaves)
 
     def arrange_loss(

@@ -236,8 +236,8 @@ class Engine:
     position: told of each instruction of the passes.
 
     pass_observers: an attribute to which observers of the passes of training steps may be added.
-    counted_tokens_so_far: the sum over all steps, skipped ones too, of what their losses were
-        divided by: float64 []; it stays 0 on ranks without the last stage.
+    counted_tokens_so_far: the sum over all steps, skipped ones too, of the tokens that count in
+        their losses, or of their weights: float64 []; it stays 0 on ranks without the last stage.
 
     Collective over the world. Raises ValueError for an optimizer that averages over dp.
     """

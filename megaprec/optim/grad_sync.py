@@ -57,7 +57,8 @@ class _Pass:
 
 
 class GradReducer:
-    """The reduction of gradients over tp and dp, by model chunk.
+    """The reduction of gradients over tp and dp, by model chunk: a stage of this rank, numbered as
+    among these.
 
     chunks: the buffers of each model chunk, in the order of the forward pass.
     early: True to start the reduction during the last backward pass, so that it overlaps with later

@@ -71,7 +71,7 @@ class ModelBuffers:
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
-    virtual: as for the optimizer.
+    virtual: the virtual tensor-parallel ranks, under canonical numerics.
 
     chunks: the buffers of each part.
     all: all buffers in one list, in an order that all dp ranks share.
@@ -316,10 +316,10 @@ class ModelBuffers:
         """Yield the buffers whose gradients are those of a loss."""
         return (buffer for buffer in self.all if not buffer.holds_loads)
 
-    def adopt_written_weights(self, everything: bool, steps: Tensor) -> None:
+    def adopt_written_weights(self, everything: bool, applied: Tensor) -> None:
         """Take weights that someone has written to as they are now.
 
-        everything, steps: as in `Buffer.adopt_weights`. Raises an error that names parameters if
+        everything, applied: as in `Buffer.adopt_weights`. Raises an error that names parameters if
         the model is not the one that the buffers were made for.
         """
         self._model.require_same()
@@ -327,7 +327,7 @@ class ModelBuffers:
         for dtensor_slice in self.dtensor_slices:
             dtensor_slice.read_weights()
         for buffer in self.all:
-            buffer.adopt_weights(everything, steps)
+            buffer.adopt_weights(everything, applied)
 
     def read_dtensor_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""

@@ -344,14 +344,14 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             kept=Kept(ema=ema > 0, memory=offload),
             virtual=virtual,
         )
-        self._average = WeightAverage(self._model_buffers.all, ema) if ema else None
+        self._moving_average = WeightAverage(self._model_buffers.all, ema) if ema else None
         self._virtual = virtual
         # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
         self.buffers = self._model_buffers.chunks
         self.frozen = self._model_buffers.frozen
         buffers = self._model_buffers.all
         claim_rule(rule)
-        self._whole_updates = self._make_whole_updates(groups, mesh)
+        self._whole_tensor_updates = self._make_whole_tensor_updates(groups, mesh)
         self._buffer_spans = self._cut_into_spans(groups)
         self._reducer = self._make_reducer(tp, overlap)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
@@ -387,7 +387,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             return None
         return LayerWeights(self._parts, self.buffers, overlap, keep_layers, keep_bytes)
 
-    def _make_whole_updates(
+    def _make_whole_tensor_updates(
         self,
         groups: Sequence[Group],
         mesh: DeviceMesh | None,
@@ -407,7 +407,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     def _cut_into_spans(self, groups: Sequence[Group]) -> list[_BufferSpans]:
         """Return the spans and tiles of each buffer that is updated element by element."""
         others: set[Buffer] = set()
-        for updates in self._whole_updates:
+        for updates in self._whole_tensor_updates:
             others.update(updates.buffers)
         cut_buffers: list[_BufferSpans] = []
         for buffer in self._model_buffers.all:
@@ -560,13 +560,13 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         is lost. Collective over the ranks that share state, at the beginning and at the end. Raises
         UserError if no average is kept, and for a step, a save or a load inside the block.
         """
-        if self._average is None:
+        if self._moving_average is None:
             raise UserError.of("optimizer.no_ema")
         self.require_own_weights("another averaged_weights")
         self.wait()
         self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
-        self._average.begin()
-        with self._average.swapped_in(self._fp8_masters, self._gather_at_once):
+        self._moving_average.begin()
+        with self._moving_average.swapped_in(self._fp8_masters, self._gather_at_once):
             yield
 
     @contextmanager
@@ -589,13 +589,13 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
 
     def restart_ema(self) -> None:
         """Let the moving average, if one is kept, begin anew with the weights of the next step."""
-        if self._average is not None:
-            self._average.restart()
+        if self._moving_average is not None:
+            self._moving_average.restart()
 
     def require_own_weights(self, action: str) -> None:
         """Raise UserError if the model has the average of its weights, of which `action` would make
         its own."""
-        if self._average is not None and self._average.is_swapped_in:
+        if self._moving_average is not None and self._moving_average.is_swapped_in:
             raise UserError.of("optimizer.averaged_weights_held", action=action)
 
     def watch_local_gradients(self, look: Callable[[Buffer], None] | None) -> None:
@@ -683,8 +683,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         self.wait()
         # weights that a loop has written to, such as clamped ones, become masters
         self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
-        if self._average is not None:
-            self._average.begin()
+        if self._moving_average is not None:
+            self._moving_average.begin()
         self._model_buffers.read_dtensor_gradients()
         self._reducer.finish()
         self._model_buffers.sum_tied_and_virtual()
@@ -834,7 +834,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
                 else:
                     self._update_tile(tile, rule, step)
             self._end_update(buffer, skip, row_factors)
-        for updates in self._whole_updates:
+        # Muon's matrices, and what is updated from the loads of experts
+        for updates in self._whole_tensor_updates:
             end_update = partial(self._end_update, skip=skip, row_factors=row_factors)
             updates.apply(step_of, end_update)
         self._gatherer.finish_update()
@@ -848,8 +849,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             row_factors.multiply(buffer, skip, self.applied_steps)
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)  # overlaps with the update of the next buffer
-        if self._average is not None:
-            self._average.follow(buffer, skip)
+        if self._moving_average is not None:
+            self._moving_average.follow(buffer, skip)
 
     def _gather_at_once(self, buffers: Iterable[Buffer]) -> None:
         """All-gather the weights of buffers, and write those of DTensors to the model."""

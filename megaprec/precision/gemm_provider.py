@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 Factor = tuple[Tensor, ...]
-"""A factor of a product in the form in which a `GemmProvider` uses it and autograd saves it for
-backward."""
+"""A factor of a matrix product, such as the input of a layer, in the form in which a `GemmProvider`
+uses it and autograd saves it for backward: one tensor, or codes and their scales."""
 
 
 class GemmProvider(Protocol):

@@ -236,8 +236,8 @@ class Engine:
     position: told of each instruction of the passes.
 
     pass_observers: an attribute to which observers of the passes of training steps may be added.
-    counted_tokens: the sum over all steps, skipped ones too, of what their losses were divided by:
-        float64 []; it stays 0 on ranks without the last stage.
+    counted_tokens_so_far: the sum over all steps, skipped ones too, of the tokens that count in
+        their losses, or of their weights: float64 []; it stays 0 on ranks without the last stage.
 
     Collective over the world. Raises ValueError for an optimizer that averages over dp.
     """
@@ -260,7 +260,7 @@ class Engine:
         self.optimizer = optimizer
         self.device = device_of(mesh)
         self.pp = Axis.of(mesh, "pp")
-        self.dp = Axis.of(mesh, "dp")
+        self.dp = Axis.of(mesh, "dp")  # without the ranks of cp, which `optimizer.dp` holds too
         self.tp = Axis.of(mesh, "tp")
         self.cp = Axis.of(mesh, "cp")
         self.fp8 = context.fp8
@@ -268,7 +268,7 @@ class Engine:
         self.experts = context.experts
         self.refused_kernels = context.refused_kernels
         self.pass_observers: list[PassObserver] = []
-        self.counted_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.counted_tokens_so_far = torch.zeros((), dtype=torch.float64, device=self.device)
         # Parity and the sentinel compare the work of ranks in full; this check is for users' loops.
         optimizer.checks_loop = False
         if optimizer.average:
@@ -416,21 +416,23 @@ class Engine:
         """Run the second half of `step`: apply or skip it."""
         # The passes have reduced gradients, or begun to; the optimizer's step completes that.
         self.passes.position.note_action("gradient reduction")
+        # numbers for the report alone, which reach the host with those of the optimizer
         further = self._step_sums.sum(state)
-        # an optimizer of a user's own may know no such argument
-        clip: dict[str, RowFactors] = {}
+        # QK-clip; an optimizer of a user's own may know no such argument
+        qk_clip: dict[str, RowFactors] = {}
         if self._attention_logits is not None:
             largest = self._attention_logits.largest()
             factors = self._attention_logits.row_factors(largest)
             if factors is not None:
-                clip["row_factors"] = factors
+                qk_clip["row_factors"] = factors
+            # `complete_report` takes the last ones off first
             numbers = [largest.view(-1)] if further is None else [further, largest.view(-1)]
             further = torch.cat(numbers)
         if self.last_stage in self.stages:
-            self.counted_tokens += state.token_count.total  # the host does not wait
+            self.counted_tokens_so_far += state.token_count.total  # the host does not wait
         try:
             report = self.optimizer.step(
-                lr, state.loss, state.token_count.total, further, limits, **clip
+                lr, state.loss, state.token_count.total, further, limits, **qk_clip
             )
         except NonFiniteStep as error:
             raise NonFiniteStep(self.complete_report(error.report, state)) from None
@@ -484,6 +486,7 @@ class Engine:
         """
         if math.isnan(report.loss):
             self.passes.require_ids_in_vocabulary(state)
+        # an optimizer of a user's own may leave them out of its report
         if self._attention_logits is not None and report.further:
             report = self._attention_logits.read(report)
         report = self._step_sums.read(report, state)

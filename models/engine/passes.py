@@ -253,6 +253,8 @@ class Passes:
         """Prepare the passes of a share. Collective over the optimizer's dp if the share has a mask
         or the model has multi-token prediction.
 
+        step: number of the training step, counted from 0; None in evaluation. scale: the loss
+            scale.
         The sum of the mask is under way until `PassState.divisor` is read, by the first loss.
         """
         if len(share.tokens) != self._num_samples:
@@ -544,7 +546,7 @@ class PassHooks(StageHooks):
                 instruction.microbatch,
                 self.passes.schedule.microbatches,
                 self.passes.chunk_of_stage[instruction.stage],
-                op is not Op.BACKWARD_INPUT,
+                complete=op is not Op.BACKWARD_INPUT,
             )
 
     def _announces(self, stage: int) -> bool:

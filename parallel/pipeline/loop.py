@@ -293,7 +293,7 @@ class _TrainingHooks(_EvaluationHooks):
                 instruction.microbatch,
                 self._pipeline.microbatches,
                 self._pipeline._chunk_of_stage[instruction.stage],
-                instruction.op is not Op.BACKWARD_INPUT,
+                complete=instruction.op is not Op.BACKWARD_INPUT,
             )
         passes = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
         if self._pipeline._context and instruction.op in passes:

@@ -141,13 +141,13 @@ def average_before_the_update(inner: Any) -> Any:
         settings: StepSettings,
         row_factors: RowFactors | None,
     ) -> None:
-        average = self._average
+        average = self._moving_average
         if average is not None:
             for buffer in self.all_buffers():
                 average.follow(buffer, decision.skip)
-        self._average = None
+        self._moving_average = None
         inner(self, decision, settings, row_factors)
-        self._average = average
+        self._moving_average = average
 
     return apply
 

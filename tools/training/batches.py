@@ -89,6 +89,11 @@ class Batches:
         replica: int,
         pieces: int = 1,
     ) -> Share:
+        """Return a replica's share of a batch of `samples`.
+
+        pieces: of equal length, so many of each sample, each a sequence by itself
+            (train.seq_schedule).
+        """
         # The checks of a run file see to it that the replicas divide the batch.
         share_size = global_batch // self._dp.size
         # Consecutive shares: together the replicas read the batch in the order of one process.

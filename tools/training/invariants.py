@@ -79,7 +79,7 @@ class Invariants:
         self._samples = begin.samples
         self._applied = begin.applied
         self._applied_samples = begin.applied_samples
-        self._counted_before = engine.counted_tokens.item()
+        self._counted_before = engine.counted_tokens_so_far.item()
         self._steps_before = int(engine.optimizer.applied_steps.item())
         # what is known of each; a fault stays known
         self._findings = {name: InvariantFinding(NOT_TRIED, "no step was taken") for name in NAMES}
@@ -196,10 +196,10 @@ class Invariants:
     def _tokens_problem(self) -> str:
         """Compare the tokens that losses were divided by with those of the batches."""
         engine = self._engine
-        counted_here = engine.counted_tokens - self._counted_before
+        counted_here = engine.counted_tokens_so_far - self._counted_before
         # 0 on ranks without the last stage
         by_engine = engine.optimizer.world.max_(counted_here).item()
-        local = engine.counted_tokens.new_full((), self._tokens_here)
+        local = engine.counted_tokens_so_far.new_full((), self._tokens_here)
         by_batches = engine.dp.sum_(local).item()
         if abs(by_engine - by_batches) > SAME_COUNT * max(1.0, by_batches):
             return (

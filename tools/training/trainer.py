@@ -125,7 +125,8 @@ class Trainer:
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
         self.spike_monitor = SpikeMonitor(config.train.spike_patience)
-        self._limits = NO_LIMITS  # the ends of the bands of the newest step
+        # of the newest step, which is a spike if its loss or gradient norm is above them
+        self._limits = NO_LIMITS
         model = corpus.model
         self._router_monitor = None
         if model.experts:
@@ -182,7 +183,8 @@ class Trainer:
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
     def _leaves(self, mesh: DeviceMesh | None) -> Leaves:
-        """Return the form of the leaves by train.compile. Collective."""
+        """Return the form of the leaves by train.compile: of functions without products and
+        messages, such as norms and losses (`parallel.leaves`). Collective."""
         is_plain = self.config.compile_mode(device_of(mesh).type) == "off"
         # a resumed run may have been compiled before, and says so
         if is_plain and self.resumed is None:
@@ -442,8 +444,8 @@ class Trainer:
         """Return the fields of the step's record about the data sets of a blend; none without
         one."""
         samples = self.corpus.train
-        # of a blend of earlier run files that has become one set
         names = self.config.data.blend_names
+        # A run that goes on with one set after a blend has samples of a blend, and no names.
         if not isinstance(samples, Blend) or not names:
             return {}
         step = self._samples_of_step
@@ -638,6 +640,7 @@ class Trainer:
         of one that raises NonFiniteStep.
         """
         self._limits = self._next_limits()
+        # under "note" the step is applied, and `_spike_events` tells the spike
         limits = self._limits if self.config.train.on_spike == "skip" else NO_LIMITS
         try:
             return self.engine.step(share, self._learning_rate(), step_number, recording, limits)
@@ -647,11 +650,12 @@ class Trainer:
             return error.report
 
     def _learning_rate(self) -> float:
-        """Return the rate of the next step; a replay has another."""
+        """Return the rate of the next step. Whoever repeats recorded steps overrides it."""
         return self._rates.at(self.progress)
 
     def _next_limits(self) -> StepLimits:
-        """Return the ends of the bands of the next step's loss and gradient norm."""
+        """Return the largest loss and gradient norm of the next step that are no spike, by the
+        steps before it. With fewer tokens than usual they are higher, for these have more noise."""
         if self.config.train.on_spike == "ignore":
             return NO_LIMITS
         batch = self._sizes.at(self.progress.samples)

@@ -68,7 +68,7 @@ def attribute_nonfinite(
         gathered = _gather_findings(worst, world, device)
         return _merge(gathered, max_offenders)
 
-    # first the parts that are counted once: a replica's copy is read only if these are finite
+    # first the parts that no other replica counts: a copy is read only if these are finite
     in_shares = offenders_in(lambda buffer: buffer.share)
     return in_shares or offenders_in(lambda buffer: (buffer.start, buffer.stop))
 

@@ -71,8 +71,11 @@ class Numerics:
         device: torch.device,
         leaves: CallLeaf | None = None,
     ) -> StepConsensus:
-        """Return what packs a rank's numbers and reads their sum. order: of the gradients' norm.
-        leaves: as for the optimizer."""
+        """Return what packs a rank's numbers and reads their sum.
+
+        order: of the gradients' norm. leaves: calls the statistics in their compiled form, if
+            there is one.
+        """
         return StepConsensus(pp, world, order, device, leaves)
 
     def arrange_loss(

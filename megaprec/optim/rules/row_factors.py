@@ -32,19 +32,19 @@ class RowFactors:
     def __init__(self, by_name: Mapping[str, Tensor]) -> None:
         self.by_name = by_name
 
-    def multiply(self, buffer: Buffer, skip: Tensor, steps: Tensor) -> None:
+    def multiply(self, buffer: Buffer, skip: Tensor, applied: Tensor) -> None:
         """Multiply the masters of an updated buffer by the factors of their rows, and round them to
-        the weights as after step number `steps`.
+        the weights as after step number `applied`.
 
-        skip: 1 if the step is skipped, so that nothing changes.
+        skip, applied: as in `Step`; nothing changes if the step is skipped.
         """
         factored = list(self._tiles(buffer))
         tiles = buffer.on_device(tile.without_moments() for tile, _ in factored)
         for tile, (_, factors) in zip(tiles, factored, strict=True):
             masters = tile.wide_masters()
-            applied = torch.where(skip > 0, 1.0, factors)
-            masters.mul_(applied.to(masters.dtype))
-            tile.store_and_round_masters(masters, steps)
+            of_step = torch.where(skip > 0, 1.0, factors)
+            masters.mul_(of_step.to(masters.dtype))
+            tile.store_and_round_masters(masters, applied)
 
     def _tiles(self, buffer: Buffer) -> Iterator[_FactoredTile]:
         """Yield the tiles of this rank's slice whose rows have factors."""

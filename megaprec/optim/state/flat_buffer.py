@@ -605,8 +605,8 @@ class Buffer:
 
         return finish
 
-    def renew_weights(self, steps: Tensor) -> None:
-        """Round the masters to the weights again, as the update of step number `steps` did, and
+    def renew_weights(self, applied: Tensor) -> None:
+        """Round the masters to the weights again, as the update of step number `applied` did, and
         all-gather the weights.
 
         FP8 codes are not computed here.
@@ -616,7 +616,7 @@ class Buffer:
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             tiles = self.tiles(0, self.local_size)
             for tile in self.on_device(tiles, written=()):
-                tile.store_and_round_masters(tile.wide_masters(), steps)
+                tile.store_and_round_masters(tile.wide_masters(), applied)
         wait = self.start_all_gather()
         wait()
 
@@ -701,11 +701,11 @@ class Buffer:
         them."""
         return [num_writes(parameter) for parameter in self.parameters]
 
-    def adopt_weights(self, everything: bool, steps: Tensor) -> None:
+    def adopt_weights(self, everything: bool, applied: Tensor) -> None:
         """Make masters of weights that someone else has written to, if the weights are rounded from
         masters.
 
-        A weight that is its master, rounded as in step number `steps`, keeps it: values that were
+        A weight that is its master, rounded as in step number `applied`, keeps it: values that were
         exchanged and put back bit for bit lose nothing.
         everything: compare all weights, because what was written through `data` has left no
             version; else only after a version has changed, and before the first update.
@@ -722,7 +722,7 @@ class Buffer:
                 length *= 64
             tiles = self.tiles(0, self.local_size, length)
             for tile in self.on_device(tiles, written=("masters",)):
-                tile.adopt_weights(is_written, steps)
+                tile.adopt_weights(is_written, applied)
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""

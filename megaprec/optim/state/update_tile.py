@@ -50,11 +50,11 @@ class Draw:
     spans: Sequence[DrawSpan]
     device: torch.device
 
-    def bits(self, name: str, steps: Tensor) -> Tensor:
-        """Return int64 [length]. name: of the rounded tensor. steps: number of steps so far."""
+    def bits(self, name: str, applied: Tensor) -> Tensor:
+        """Return int64 [length]. name: of the rounded tensor. applied: number of applied steps."""
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
         # the step is above bit 40, so no element of one step has the number of another step
-        step = steps.long() << 40
+        step = applied.long() << 40
         for span in self.spans:
             part_stop = span.part_start + span.stop - span.start
             index = logical_indices(span.part, span.part_start, part_stop, self.device)
@@ -71,6 +71,8 @@ class Tile:
         if the dtypes agree.
     nearest: True if the layers' weights are rounded to nearest. Moments narrower than FP32 are
         always rounded stochastically: rounded to nearest they would stop changing.
+
+    Methods take the number of applied steps as `applied`, by which rounding draws (`Step.applied`).
     """
 
     weights: Tensor
@@ -109,22 +111,22 @@ class Tile:
         assert self.remainder is not None
         return join(self.weights, self.remainder)
 
-    def store(self, masters: Tensor, moments: Sequence[Tensor], steps: Tensor) -> None:
-        """Store the tensors of `wide` after step number `steps`, and round the masters to the
+    def store(self, masters: Tensor, moments: Sequence[Tensor], applied: Tensor) -> None:
+        """Store the tensors of `wide` after step number `applied`, and round the masters to the
         layers' weights."""
-        self.store_moments(moments, steps)
-        self.store_and_round_masters(masters, steps)
+        self.store_moments(moments, applied)
+        self.store_and_round_masters(masters, applied)
 
-    def store_moments(self, moments: Sequence[Tensor], steps: Tensor) -> None:
-        """Store the moments of `wide` after step number `steps`."""
+    def store_moments(self, moments: Sequence[Tensor], applied: Tensor) -> None:
+        """Store the moments of `wide` after step number `applied`."""
         for (name, stored), values in zip(self.moments, moments, strict=True):
             if stored.dtype != values.dtype:  # else they were updated in place
-                drawn = self.draw.bits(name, steps)
+                drawn = self.draw.bits(name, applied)
                 stored.copy_(stochastic(values, drawn))
 
-    def store_and_round_masters(self, wide: Tensor, steps: Tensor | None = None) -> None:
-        """Store the masters of `wide` after step number `steps`, and round them to the layers'
-        weights. Without `steps` weights are rounded to nearest."""
+    def store_and_round_masters(self, wide: Tensor, applied: Tensor | None = None) -> None:
+        """Store the masters of `wide` after step number `applied`, and round them to the layers'
+        weights. Without `applied` weights are rounded to nearest."""
         # masters that are the weights were updated in place
         if _share_memory(wide, self.weights):
             return
@@ -136,13 +138,13 @@ class Tile:
         # masters of another dtype are the weights, which are written below
         if masters is not None and is_stored_wide and not _share_memory(masters, wide):
             masters.copy_(wide)
-        if self.nearest or steps is None:
+        if self.nearest or applied is None:
             self.weights.copy_(wide)
         else:
-            self.weights.copy_(self._round(wide, steps))
+            self.weights.copy_(self._round(wide, applied))
 
-    def adopt_weights(self, is_written: bool, steps: Tensor) -> None:
-        """Make masters of weights that are not their masters, rounded as in step number `steps`.
+    def adopt_weights(self, is_written: bool, applied: Tensor) -> None:
+        """Make masters of weights that are not their masters, rounded as in step number `applied`.
 
         is_written: someone has written to weights. Otherwise weights that were rounded
             stochastically are not computed again unless one of them is no neighbour of its master.
@@ -151,7 +153,7 @@ class Tile:
         can_skip = not self.nearest and not is_written
         if can_skip and _are_neighbours(self.weights, self.masters):
             return
-        rounded = self._round(self.masters, steps)
+        rounded = self._round(self.masters, applied)
         # a GPU would have to wait for the answer
         is_on_cpu = self.weights.device.type == "cpu"
         if is_on_cpu and _have_same_bits(rounded, self.weights):
@@ -160,13 +162,13 @@ class Tile:
         written = self.weights.to(self.masters.dtype)
         self.masters.copy_(torch.where(is_same, self.masters, written))
 
-    def _round(self, wide: Tensor, steps: Tensor | None) -> Tensor:
-        """Return masters, rounded to the layers' weights. Without `steps`, and at the start, to
+    def _round(self, wide: Tensor, applied: Tensor | None) -> Tensor:
+        """Return masters, rounded to the layers' weights. Without `applied`, and at the start, to
         nearest."""
-        if self.nearest or steps is None:
+        if self.nearest or applied is None:
             return wide.to(self.weights.dtype)
-        drawn = stochastic(wide, self.draw.bits("weight", steps))
-        return torch.where(steps > 0, drawn, wide.bfloat16())
+        drawn = stochastic(wide, self.draw.bits("weight", applied))
+        return torch.where(applied > 0, drawn, wide.bfloat16())
 
 
 class StateMemory(Protocol):

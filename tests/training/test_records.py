@@ -20,6 +20,7 @@ from tools.journal.records import (
     FINITE_NUMBERS,
     METRICS,
     NUMBERS,
+    TOLD_WITH_STEP,
     lost_steps,
     odd_lines,
     odd_records,
@@ -27,6 +28,7 @@ from tools.journal.records import (
     read_lines,
     read_metrics,
 )
+from tools.training.step_records import add_said
 
 OVERFLOWS = ("precision.compute=fp16", "precision.initial_scale=4294967296.0")
 """Each of a few steps overflows."""
@@ -218,3 +220,11 @@ def test_every_number_of_a_steps_report_is_known_to_be_finite_or_not() -> None:
     of_report = {field.name for field in fields(StepReport) if field.type in (float, float | None)}
     always_finite = {"zero_ratio", *FINITE_NUMBERS}
     assert of_report <= {*NUMBERS} | always_finite
+
+
+@pytest.mark.parametrize("kind", TOLD_WITH_STEP)
+def test_the_record_of_a_step_has_what_all_its_events_of_a_kind_say(kind: str) -> None:
+    record = {"step": 3}
+    add_said(record, [{"event": kind, "said": "rank 1 is slow"}, {"event": "end"}])
+    add_said(record, [{"event": kind, "said": "rank 2 is slow"}])
+    assert record == {"step": 3, kind: "rank 1 is slow; rank 2 is slow"}

@@ -28,6 +28,7 @@ from tools.journal.records import (
     LASTING,
     METRICS,
     SPIKE_EVENT,
+    STRAGGLER,
     TASK_PREFIX,
     VALIDATION_PREFIX,
     describe_cut_off,
@@ -415,8 +416,8 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
         events.append(f"FP8 shadow: {gap}, lowest cosine {step_record['shadow_cosine']:.3f}")
     if "shadow_alarm" in step_record:
         events.append(f"FP8 ALARM: {step_record['shadow_alarm']}")
-    if "straggler" in step_record:
-        events.append(f"warning: {step_record['straggler']}")
+    if STRAGGLER in step_record:
+        events.append(f"warning: {step_record[STRAGGLER]}")
     if COLLAPSE in step_record:
         events.append(f"warning: {step_record[COLLAPSE]}")
     if INVARIANT in step_record:

@@ -37,6 +37,9 @@ SAMPLE = "sample"  # the kind of event with a text that the model has written
 FILE_OF_EVENT = {EVALUATION: EVALUATIONS, DIGEST: DIGESTS, STATISTICS: STATISTICS_FILE}
 FIRST_EVALUATION = "first_evaluation"  # the kind of event with the losses of the first weights
 COLLAPSE = "router_collapse"  # the kind of event, and the field of its step
+STRAGGLER = "straggler"  # the kind of event of a slow rank, and the field of a step
+TOLD_WITH_STEP = (INVARIANT, SPIKE_EVENT, COLLAPSE, STRAGGLER)
+"""Kinds of events whose words are in the record of their step too, in a field of this name."""
 PREDICTION = "prediction"  # the kind of event with the predicted step, and the measured one
 # losses on the held-out part, of the weights and of their moving average
 HELD_OUT_LOSS = "eval_loss"
@@ -74,8 +77,8 @@ REQUIRED_KEYS = {
     NO_TOKENS_EVENT: {"first_sample", "num_samples", "advice"},
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
     "restart": {"ranks", "why", "left"},
-    "straggler": {"rank", "slow", "factor", "said"},
-    "router_collapse": {"layers", "used_experts", "max_load", "bound", "said"},
+    STRAGGLER: {"rank", "slow", "factor", "said"},
+    COLLAPSE: {"layers", "used_experts", "max_load", "bound", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
     INITIAL: {"weights", "changed", "notes", "lr_before", "lr_next"},

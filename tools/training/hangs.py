@@ -29,7 +29,7 @@ from megaprec.torch_private import transfers_under_way
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import HangVerdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
-from tools.journal.records import no_run
+from tools.journal.records import STRAGGLER, no_run
 from tools.training.ends import ON_PURPOSE, RankHangs
 from tools.training.launched import is_local_rank, lost_connection
 from tools.training.stopping import note_failure
@@ -221,7 +221,7 @@ def straggler_events(watchdog: Watchdog) -> list[dict[str, Any]]:
     events = list[dict[str, Any]]()
     for straggler, line in watchdog.noticed():
         event: dict[str, Any] = {
-            "event": "straggler",
+            "event": STRAGGLER,
             "step": straggler.step,
             "rank": straggler.rank,
             "slow": bool(straggler.since),

@@ -1,6 +1,6 @@
 """The records of steps: their speed, skipped steps, digests of the state, and sentinel checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from models.engine.engine import Engine
 from models.engine.passes import Share
 from models.estimate.flops import training_flops
 from tools.config.run_file import RunConfig
-from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
+from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT, TOLD_WITH_STEP
 from tools.parts import optional_parts
 from tools.saved.train_state import TrainState
 from tools.training.ends import FaultyHardware, TrainingDiverged
@@ -41,6 +41,18 @@ def is_due(every: int, step: int) -> bool:
     never.
     """
     return bool(every) and step % every == 0
+
+
+def add_said(record: dict[str, Any], events: Iterable[Mapping[str, Any]]) -> None:
+    """Add to the record of a step what its events say: all of one kind in one field.
+
+    A step may break several invariants, and several ranks may be found slow after it.
+    """
+    for event in events:
+        kind = event["event"]
+        if kind in TOLD_WITH_STEP:
+            said_before = [record[kind]] if kind in record else []
+            record[kind] = "; ".join([*said_before, event["said"]])
 
 
 @dataclass(frozen=True)

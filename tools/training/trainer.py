@@ -49,11 +49,8 @@ from tools.journal.invariant_records import broken_event, findings_event
 from tools.journal.journal import Journal, format_evaluations
 from tools.journal.records import (
     AVERAGE_LOSS,
-    COLLAPSE,
     FIRST_EVALUATION,
     HELD_OUT_LOSS,
-    INVARIANT,
-    SPIKE_EVENT,
 )
 from tools.parts import optional_parts
 from tools.saved.train_state import TrainState, read_overflow_monitor, read_spike_monitor
@@ -69,6 +66,7 @@ from tools.training.step_records import (
     Digests,
     SentinelChecks,
     Throughput,
+    add_said,
     evaluation_event,
     is_due,
     no_tokens_event,
@@ -482,25 +480,15 @@ class Trainer:
     def _told_events(self, record: dict[str, Any], report: StepReport) -> list[dict[str, Any]]:
         """Return the events of this step about invariants, spikes, routers and stragglers. Add to
         `record` what they say, in a field of each kind, which the line of the step prints.
-
-        A step may break several invariants, and its field has them all. The event with what is
-        known of all invariants says nothing to the line. Collective over the world.
+        Collective over the world.
         """
-        events: list[dict[str, Any]] = []
-        for event in self._invariant_events(report):
-            events.append(event)
-            if event["event"] == INVARIANT:
-                said = [record[INVARIANT]] if INVARIANT in record else []
-                record[INVARIANT] = "; ".join([*said, event["said"]])
-        told = {
-            SPIKE_EVENT: self._spike_events(report),
-            COLLAPSE: self._router_events(report),
-            "straggler": self._straggler_events(),
-        }
-        for field, events_of_field in told.items():
-            for event in events_of_field:
-                events.append(event)
-                record[field] = event["said"]
+        events = [
+            *self._invariant_events(report),
+            *self._spike_events(report),
+            *self._router_events(report),
+            *self._straggler_events(),
+        ]
+        add_said(record, events)
         return events
 
     def _evaluate_first(self, journal: Journal | None) -> None:

@@ -760,12 +760,13 @@ class ModelConfig(ModelFields):
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
 
         The last product of a block, with experts that of the shared ones, is not recomputed,
-        because no gradient needs its result, unless a norm, dropout or a gate is applied to it, or
-        it is the product after attention.
+        because no gradient needs its result, unless a norm, dropout, a gate or the layer's scalar
+        is applied to it, or it is the product after attention.
         """
         flops = self.layer_flops(seq_length)
         drops_branches = self.dropout and self.dropout_at == "branches"
-        if drops_branches or self.norm_at != "before" or self.shared_gate:
+        has_multiplier = self.shared_gate or self.layer_scalar
+        if drops_branches or self.norm_at != "before" or has_multiplier:
             return flops
         if not self.has_feed_forward:
             return flops

@@ -151,9 +151,19 @@ def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None
 @CASES
 @SEEDS
 def test_flops_are_those_that_torch_counts(seed: int) -> None:
+    require_flops_as_torch_counts_them(model_of(seed))
+
+
+def test_a_layer_with_a_scalar_is_recomputed_to_its_last_product() -> None:
+    config = model_of(9)
+    assert config.layer_scalar and config.norm_at == "before"
+    require_flops_as_torch_counts_them(config)
+
+
+def require_flops_as_torch_counts_them(config: ModelConfig) -> None:
     """Of models whose attention torch counts whole: not of windows, sinks and values of another
     width than keys, and not of gated delta nets and Mamba-2 mixers, whose recurrence is counted."""
-    config = model_of(seed).without_mtp.attending
+    config = config.without_mtp.attending
     config = config.model_copy(update={"window": 0, "window_layers": (), "attention_sinks": False})
     attending = config.hybrid_pattern.replace("M", "*")
     config = config.model_copy(update={"hybrid_pattern": attending})

@@ -250,7 +250,7 @@ def _factors(dice: Random, kind: str) -> dict[str, Any]:
     if not kind.startswith("granite") and kind != "hyperclovax":
         return {}
     parts = ("embedding", "attention", "residual")
-    factors = {f"{part}_multiplier": dice.choice((0.3, 1, 2.5)) for part in parts}
+    factors = {f"{part}_multiplier": dice.choice((0.3, 1.0, 2.5)) for part in parts}
     return {**factors, "logits_scaling": dice.choice((1.0, 3))}
 
 

@@ -27,9 +27,9 @@ class Ranges:
     """Numbers of samples: ranges that do not overlap, in ascending order.
 
     begins, ends: int64 [ranges], of which ends are not included.
-    in_turn: the first of each range comes first, then the second of each, so that any beginning
-        is from everywhere; no range may be longer than one before it, nor shorter by more than
-        one. False: range after range.
+    in_turn: the first of each range comes first, then the second of each, each time from range to
+        range by multiples of the golden ratio, so that any beginning is from everywhere; no range
+        may be longer than one before it, nor shorter by more than one. False: range after range.
     """
 
     begins: Integers
@@ -60,13 +60,24 @@ class Ranges:
     def numbers(self, indices: Integers | np.int64) -> Integers:
         """Return the numbers at indices in [0, len(self)), of the same shape."""
         if self.in_turn:
-            position_in_range, range_index = np.divmod(indices, len(self.begins))
+            position_in_range, turn = np.divmod(indices, len(self.begins))
+            range_index = self._range_in_turn(position_in_range, turn)
         else:
             first_indices = self._numbers_before()
             ranges_begun = np.searchsorted(first_indices, indices, side="right")
             range_index = ranges_begun - 1
             position_in_range = indices - first_indices[range_index]
         return self.begins[range_index] + position_in_range
+
+    def _range_in_turn(self, position_in_range: Integers, turn: Integers) -> Integers:
+        """Return the ranges whose numbers at some positions in them come at some turns."""
+        lengths = self._lengths()
+        order = _spread_order(len(lengths))
+        longest = order[lengths[order] == lengths.max()]
+        # so far only the longest ranges reach, which may be all
+        is_last_round = position_in_range == lengths.max() - 1
+        in_last_round = longest[np.minimum(turn, len(longest) - 1)]
+        return np.where(is_last_round, in_last_round, order[turn])
 
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`: its index in ascending order if it is
@@ -186,6 +197,16 @@ def _equal_parts(total: int, parts: int) -> Integers:
     sizes = np.full(parts, size, np.int64)
     sizes[:rest] += 1
     return sizes
+
+
+def _spread_order(count: int) -> Integers:
+    """Return the numbers below `count` in an order in which any beginning is spread evenly."""
+    fractions = [(number + 1) * GOLDEN % 2**64 for number in range(count)]
+    by_fraction = sorted(range(count), key=fractions.__getitem__)
+    # the rank of each fraction
+    order = np.empty(count, np.int64)
+    order[by_fraction] = np.arange(count)
+    return order
 
 
 def _begins_within(stretch_sizes: Integers, sizes: Integers) -> Integers:

@@ -268,6 +268,26 @@ def test_runs_on_other_tokens_are_told_so(
     assert said["replay"]["likely_cause"].startswith("the run files differ in data.source")
 
 
+@pytest.mark.parametrize(
+    ("blend", "key"),
+    [
+        ("[{{source={0}, weight=[[0, 0.9], [9, 0.5]]}}, {{source={0}, weight=0.5}}]", "[0].weight"),
+        ("[{{source={0}, weight=1}}, {{source={0}, weight=[[0, 0], [9, 1]]}}]", "_phases"),
+        ("[{{source={0}, weight=1}}]", ""),
+    ],
+)
+def test_other_weights_of_a_blend_are_a_key_that_differs(blend: str, key: str, made: Path) -> None:
+    (source,) = load_run(made / "my.toml").data.sources
+    sets = "[{{source={0}, weight=1}}, {{source={0}, weight=[[0, 0], [9, 1]]}}]"
+    runs = []
+    for entries, phases in ((sets, "steps"), (blend, "linear")):
+        given = entries.format(json.dumps(source))
+        keys = ["data.source=python", f"data.blend={given}", f"data.blend_phases={phases}"]
+        runs.append(load_run(made / "my.toml", keys))
+    assert [line for line in other_keys(*runs) if line.startswith(f"data.blend{key}: ")]
+    assert not other_keys(runs[0], runs[0])
+
+
 def test_data_that_is_gone_does_not_hide_what_the_records_say(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

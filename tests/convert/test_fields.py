@@ -14,7 +14,7 @@ import pytest
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, usually
 from tests.refusals import sentence
-from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.config import config_of, from_hugging_face
 from tools.convert.hf.families import FAMILIES
 from tools.convert.probe import BOUND, check_config, difference, reduced
 
@@ -254,6 +254,23 @@ def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> N
     assert not wrong, "\n".join(wrong)
     assert sum(verdict == "same" for _, verdict in verdicts) > 40
     assert sum(verdict == "refused" for _, verdict in verdicts) > 20
+
+
+@pytest.mark.cases(None, sample=3)
+@pytest.mark.parametrize("kind", usually(("cwm", "gemma2"), KINDS))
+def test_what_is_read_of_layers_without_the_window_is_written_as_its_class_takes_it(
+    kind: str,
+) -> None:
+    config = SMALL[kind]
+    layers = config.get("num_hidden_layers", 4)
+    full = {"layer_types": ["full_attention"] * layers, "sliding_window": 5}
+    try:
+        model = from_hugging_face({**config, **full})
+    except UserError:
+        return
+    written = config_of(model, "float32")
+    assert not from_hugging_face(written).window
+    assert difference(json.dumps(written)) <= BOUND
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """The laws of Muon: a plain loop over whole logical matrices, whatever a layout does to them."""
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -508,6 +509,14 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=message):
         rule("muon", options)
+
+
+def test_an_embedding_that_is_frozen_is_told_from_hidden_layers_too() -> None:
+    net = nn.Sequential(OrderedDict(embedding=nn.Embedding(5, 4), hidden=nn.Linear(4, 4)))
+    net.embedding.requires_grad_(False)
+    attach_whole(net)
+    optimizer = ParallelAMPOptimizer([net], plan("fp32"), rule=Muon())
+    assert optimizer.state_dict()["steps"] == 0
 
 
 def test_patterns_that_do_not_fit_the_model_are_refused() -> None:

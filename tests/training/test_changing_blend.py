@@ -3,6 +3,7 @@ layout."""
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,34 @@ def test_another_plan_needs_a_flag_and_goes_on_with_the_next_samples(
         whole_epochs = len(own) // num_samples
         times = Counter(own)
         assert {times[ids[n * LENGTH]] - whole_epochs for n in range(num_samples)} <= {0, 1}
+
+
+def test_each_set_goes_on_with_its_next_sample_whatever_its_place_in_the_blend(
+    file: Path, tmp_path: Path
+) -> None:
+    """Also one that was moved, and beside one that begins in the place of another."""
+    c = tmp_path / "c"
+    with IndexedWriter(c, 300) as writer:
+        writer.add_document(np.arange(60)[::-1])
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{file.parent}/b{suffix}", tmp_path / f"moved{suffix}")
+    folder = f"train.folder={tmp_path}/run"
+    keys = [folder, "data.shuffle=false"]
+    first = read_by(file, tmp_path / "first", *keys, "train.steps=4")
+    entries = [(tmp_path / "moved", 0.5), (file.parent / "a", 0.25), (c, 0.25)]
+    for blend in (entries[:2], entries[:1] + entries[2:], entries[1:]):
+        sets = ", ".join(f'{{source="{source}", weight={weight}}}' for source, weight in blend)
+        again = runs.rewind(tmp_path / "run", tmp_path / f"again{len(list(tmp_path.iterdir()))}", 4)
+        given = [f"train.folder={again}", "data.shuffle=false", f"data.blend=[{sets}]"]
+        second = read_by(file, tmp_path / f"{again.name}_read", *given)
+        *_, record = runs.steps(again)
+        for source, _ in blend:
+            ids = {"a": SETS["a"], "moved": SETS["b"], "c": range(59, -1, -1)}[source.name]
+            firsts = ids[:-LENGTH:LENGTH]
+            order = [first_id for _, first_id in sorted((first | second).items())]
+            own = [first_id for first_id in order if first_id in firsts]
+            assert own == [firsts[n % len(firsts)] for n in range(len(own))]
+            assert record[f"tokens/{source.name}"] == len(own) * LENGTH
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,36 @@ def test_a_tracker_holds_the_numbers_of_metrics_and_a_resumed_run_is_the_same_ru
         assert {"seconds", "tokens_per_s"} <= values.keys()
 
 
+def test_mlflow_holds_numbers_and_those_of_their_parts(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of data sets beside the loss of all, and of sets beside that of the held-out part."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = tmp_path / "run"
+    source = load_run(run_file).data.source
+    given = [
+        'log.to=["mlflow"]',
+        f"train.folder={run}",
+        "data.source=python",  # as if it was left out
+        f'data.blend=[{{source="{source}", weight=1, name="x"}}, {{source="{source}", weight=1}}]',
+        f'data.validation=[{{name="v", source="{source}"}}]',
+        "data.held_out=0.2",
+        "train.eval_every=2",
+        "train.steps=3",
+    ]
+    assert train(run_file, *given) == 0
+    logged, _ = in_mlflow(run)
+    expected = numbers_of(run)
+    assert {"loss/x", "tokens/x", "eval_loss", "eval_loss/v"} <= expected[2].keys()
+    for step, numbers in expected.items():
+        values = {key: value for entry in logged[step] for key, value in entry.items()}
+        for key, value in numbers.items():
+            whole, _, part = key.partition("/")
+            is_part = part and whole in numbers
+            assert values[f"{whole}.{part}" if is_part else key] == value
+
+
 @pytest.mark.slow
 def test_mlflow_holds_the_configuration_and_whether_the_run_is_complete(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

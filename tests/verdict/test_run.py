@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.runs import checkpoint, train, write_run
 from tools import cli
 from tools.analysis.plots.training_plot import pictures
 from tools.analysis.verdict.trend import Kind
-from tools.analysis.verdict.verdict import read_verdict
+from tools.analysis.verdict.verdict import Verdict, describe_yardsticks, read_verdict
 from tools.config.run_file import load_run
 from tools.journal.records import (
     EVALUATIONS,
@@ -28,7 +28,7 @@ from tools.journal.records import (
     read_events,
     read_metrics,
 )
-from tools.journal.yardsticks import YARDSTICKS, read_yardsticks
+from tools.journal.yardsticks import YARDSTICKS, Yardsticks, read_yardsticks
 from tools.training.corpus import open_run_data
 
 GLOSSARY = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
@@ -207,3 +207,37 @@ def test_losses_of_other_text_are_left_out_unless_bits_per_byte_are_known(
     apart = said(capsys, "compare", str(run), str(other))
     assert loss not in apart
     assert "losses are left out of the table" in apart
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (5.4, "worse than guessing"),
+        (5.2, "better than guessing"),
+        (5.0, "better than counts of pairs"),
+    ],
+)
+def test_what_a_model_is_better_than_it_is_better_than_all_before(loss: float, said: str) -> None:
+    """Also where counts of a text without order are worse than guessing."""
+    sizes = Yardsticks(
+        of="",
+        guessing=5.3,
+        unigram=5.1,
+        bigram=5.8,
+        counted_tokens=1,
+        samples=0,
+        tokens=1,
+        nbytes=None,
+        no_bytes="",
+        parameters=1,
+        epoch_tokens=1,
+    )
+    nothing: dict[str, Any] = {
+        "tokens": 0,
+        "learned": 0,
+        "trend": None,
+        "after_twice": None,
+        "invariants": {},
+    }
+    verdict = Verdict(step=1, loss=loss, margin=0.0, samples=0, yardsticks=sizes, **nothing)
+    assert describe_yardsticks(verdict).endswith(f": the model is {said}")

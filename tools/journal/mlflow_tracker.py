@@ -68,7 +68,7 @@ class MLflow:
         now = int(1000 * time.time())
         metrics = []
         for name, value in numbers.items():
-            metrics.append(self._entities.Metric(name, value, now, step))
+            metrics.append(self._entities.Metric(_metric_name(name, numbers), value, now, step))
         for some in _parts(metrics, MOST_METRICS):
             self._client.log_batch(self._run, metrics=some)
 
@@ -81,6 +81,15 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         return experiment.experiment_id if experiment else self._client.create_experiment(name)
+
+
+def _metric_name(name: str, numbers: Mapping[str, float]) -> str:
+    """Return the name of a number in MLflow: `loss.web` for `loss/web` beside `loss`.
+
+    In a store of files a metric is a file, and one whose name has a slash lies in a folder.
+    """
+    whole, _, part = name.partition("/")
+    return f"{whole}.{part}" if part and whole in numbers else name
 
 
 def _parts(entries: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:

@@ -6,23 +6,29 @@ sample after its last one, and checkpoints keep from where on which weights hold
 of the run file (`BlendPhases`), and those of earlier run files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megaprec.checkpoint.reader import Store
 from megaprec.tokens.blend import WeightedStretch, taken_before
 from megaprec.tokens.blend_phases import BlendPhases
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.url_secrets import masked
 from tools.config.rules.derived import blend_phases
 from tools.config.run_file import RunConfig
 from tools.saved.train_state import read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import saved_length
-from tools.training.data_identity import Identity, read_identity
+from tools.training.data_identity import DataSet, Identity, read_identity
 from tools.training.data_sources import DataSource, training_sources
 
 
-def stretches_of(config: RunConfig) -> list[WeightedStretch]:
+def stretches_of(config: RunConfig, datasets: Sequence[IndexedDataset]) -> list[WeightedStretch]:
     """Return the weights of the run's data sets, by position: those of its checkpoint, and from
-    there on its own. Raises UserError for a damaged checkpoint."""
+    there on its own.
+
+    datasets: as their files have them, in the order of the run file. Raises UserError for a damaged
+    checkpoint.
+    """
     phases = blend_phases(config.data)
     checkpoint = open_start(config)
     identity = read_identity(checkpoint) if checkpoint else None
@@ -31,14 +37,13 @@ def stretches_of(config: RunConfig) -> list[WeightedStretch]:
 
     before = saved_stretches(identity)
     samples = read_progress(checkpoint).samples
-    sources = training_sources(config)
-    has_same_sets = len(identity.sets) == len(sources)
+    goes_on_from = _sets_before(identity.sets, training_sources(config), datasets)
+    has_same_sets = goes_on_from == list(range(len(identity.sets)))
     has_same_length = saved_length(checkpoint, config) == config.train.seq_length
     if identity.phases == phases and (has_same_length or len(before) == 1):
         return before
-    taken = taken_before(before, samples)
-    if not has_same_sets:
-        taken = _taken_by_name(identity, taken, sources)
+    given = taken_before(before, samples)
+    taken = [0 if number is None else given[number] for number in goes_on_from]
     if not has_same_length:
         return _in_other_length(checkpoint, config, phases, taken)
     present = phases.stretches(samples, taken)
@@ -59,12 +64,44 @@ def saved_stretches(identity: Identity) -> list[WeightedStretch]:
     ]
 
 
-def _taken_by_name(
-    identity: Identity, taken: Sequence[int], sources: Sequence[DataSource]
-) -> list[int]:
-    """Return how many samples each data set of the run has given: none of those that are new."""
-    by_name = dict(zip((saved.source for saved in identity.sets), taken, strict=True))
-    return [by_name.get(source.name, 0) for source in sources]
+def _sets_before(
+    saved: Sequence[DataSet], sources: Sequence[DataSource], datasets: Sequence[IndexedDataset]
+) -> list[int | None]:
+    """Return the number of the saved data set that each data set of the run goes on from; None if
+    it begins.
+
+    It is the one of the same name, in any order of the blend: of equal names the first goes on from
+    the first. Data may have been moved, so a set of another name goes on from one of another name
+    that has as many tokens and documents. A run of one set resumes at its place in any text.
+    """
+    if len(saved) == len(sources) == 1:
+        return [0]
+    left = dict(enumerate(saved))
+    found = dict[int, int]()
+    for number, source in enumerate(sources):
+        name = masked(source.name)  # as it is saved
+        of_this_name = (before for before, data_set in left.items() if data_set.source == name)
+        _pair(number, of_this_name, left, found)
+    for number, dataset in enumerate(datasets):
+        size = (dataset.num_tokens, dataset.num_documents)
+        of_this_size = (
+            before
+            for before, data_set in left.items()
+            if (data_set.tokens, data_set.documents) == size
+        )
+        _pair(number, of_this_size, left, found)
+    return [found.get(number) for number in range(len(sources))]
+
+
+def _pair(
+    number: int, candidates: Iterable[int], left: dict[int, DataSet], found: dict[int, int]
+) -> None:
+    """Let a data set of the run go on from the first of some saved ones that are left, if it does
+    not go on from one already."""
+    before = next(iter(candidates), None)
+    if number not in found and before is not None:
+        found[number] = before
+        del left[before]
 
 
 def _in_other_length(

@@ -270,7 +270,7 @@ def open_built(
         begin_token=begin_token,
         documents=_tokens_around_documents(streams, begin_token, tokenizer),
     )
-    stretches = stretches or stretches_of(config)
+    stretches = stretches or stretches_of(config, datasets)
     # A single data set goes on in its own order, unless it comes from a blend.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened

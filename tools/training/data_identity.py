@@ -174,26 +174,29 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[DataDi
         change = f"{saved.seed} -> {train.seed}"
         effect = "samples come in another order, and dropout is another"
         yield DataDifference("seed", f"train.seed: {change}: {effect}")
-    yield from _other_weights(saved, data)
+    yield from other_weights(saved.phases, blend_phases(data))
 
 
-def _other_weights(saved: Identity, data: Data) -> Iterator[DataDifference]:
-    phases = blend_phases(data)
+def other_weights(
+    saved: BlendPhases, now: BlendPhases, between: str = " -> "
+) -> Iterator[DataDifference]:
+    """Yield the differences between the weights of two blends.
+
+    between: the words between the old and the new value.
+    """
     # Other numbers of sets cannot be compared one by one.
-    if len(saved.sets) != len(phases.points):
-        before = counted(len(saved.sets), "data set")
-        now = counted(len(phases.points), "data set")
-        yield DataDifference("data", f"data.blend: {before} -> {now}")
+    if len(saved.points) != len(now.points):
+        counts = [counted(len(phases.points), "data set") for phases in (saved, now)]
+        yield DataDifference("data", f"data.blend: {between.join(counts)}")
         return
-    pairs = zip(saved.sets, phases.points, strict=True)
-    for number, (saved_set, points) in enumerate(pairs):
-        if saved_set.points != points:
-            change = f"{describe_points(saved_set.points)} -> {describe_points(points)}"
+    for number, (before, points) in enumerate(zip(saved.points, now.points, strict=True)):
+        if before != points:
+            change = f"{describe_points(before)}{between}{describe_points(points)}"
             yield DataDifference("data", f"data.blend[{number}].weight: {change}")
     # without a change of weights it says nothing
-    if saved.linear != phases.linear and (saved.phases.changes or phases.changes):
-        words = ["linear" if linear else "steps" for linear in (saved.linear, phases.linear)]
-        yield DataDifference("data", f"data.blend_phases: {' -> '.join(map(toml, words))}")
+    if saved.linear != now.linear and (saved.changes or now.changes):
+        words = [toml("linear" if phases.linear else "steps") for phases in (saved, now)]
+        yield DataDifference("data", f"data.blend_phases: {between.join(words)}")
 
 
 def describe_points(points: Points) -> str:

@@ -4,6 +4,7 @@ bring. Made of the files of the run folder alone."""
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -212,22 +213,23 @@ def _why_no_bytes(verdict: Verdict) -> str:
 
 
 def describe_yardsticks(verdict: Verdict) -> str:
-    """Return what the loss is compared with, and what it is better than."""
+    """Return what the loss is compared with, and the last of these that it is better than, as it
+    is than all before: a table of few tokens, or of chance, may be worse than guessing."""
     sizes = verdict.yardsticks
     if sizes is None:
         return f"not known: {NO_DATA}"
     if not verdict.is_measured:
         return f"not known: {OTHER_SAMPLES}"
     ladder = (
-        ("counts of pairs", sizes.bigram),
-        ("counts of single tokens", sizes.unigram),
         ("guessing", sizes.guessing),
+        ("counts of single tokens", sizes.unigram),
+        ("counts of pairs", sizes.bigram),
     )
-    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in reversed(ladder))
-    for name, loss in ladder:
-        if verdict.loss < loss:
-            return f"{losses}: the model is better than {name}"
-    return f"{losses}: the model is worse than guessing"
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in ladder)
+    beaten = [name for name, loss in takewhile(lambda rung: verdict.loss < rung[1], ladder)]
+    if not beaten:
+        return f"{losses}: the model is worse than guessing"
+    return f"{losses}: the model is better than {beaten[-1]}"
 
 
 def describe_amount(verdict: Verdict) -> str:

@@ -177,6 +177,11 @@ def _write_by_type(model: ModelConfig) -> Json:
     return {"sliding_window": model.window or None, "layer_types": _layer_types(model)}
 
 
+def _write_cwm(model: ModelConfig) -> Json:
+    # its class takes numbers alone, also where no layer has the window
+    return {**_write_by_type(model), "sliding_window": model.window or 8192}
+
+
 def _write_smollm3(model: ModelConfig) -> Json:
     return {**_write_optional(model), "layer_types": _layer_types(model)}
 
@@ -238,7 +243,7 @@ WINDOWS_OF_DOTS1 = Entry(_read_dots1, _write_dots1)
 WINDOWS_OF_EXAONE4 = Entry(_read_exaone4, _write_by_type)
 WINDOWS_OF_COHERE2 = Entry(_read_cohere2, _write_by_type)
 WINDOWS_OF_MINISTRAL = Entry(_read_ministral, _write_by_type)
-WINDOWS_OF_CWM = Entry(_read_cwm, _write_by_type)
+WINDOWS_OF_CWM = Entry(_read_cwm, _write_cwm)
 WINDOWS_OF_SMOLLM3 = Entry(_read_smollm3, _write_smollm3)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)

@@ -21,6 +21,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.tokens.places import path_of
 from tools.config.resolved_run import resolve_run
+from tools.config.rules.derived import blend_phases
 from tools.config.run_file import RunConfig, checkpoint_folder, run_file_in
 from tools.journal.records import (
     DIGESTS,
@@ -34,7 +35,7 @@ from tools.journal.records import (
 from tools.saved.train_state import TrainState, read_progress
 from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, reorders_sums, same_rates
 from tools.training.corpus import Corpus
-from tools.training.data_identity import other_sets
+from tools.training.data_identity import other_sets, other_weights
 from tools.training.learning_rates import LearningRates
 from tools.training.step_records import STEP_FIELDS
 from tools.verify.prove.first_difference import Parting, by_step, first_parting
@@ -161,8 +162,8 @@ def must_be_equal(first_run: RunConfig, second_run: RunConfig) -> bool:
 def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
     """Return a line for each key that differs and that numbers depend on, other than the layout.
 
-    Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary
-    that is theirs and keys of the learning rate that give the same rates.
+    Of the data only the weights of a blend are compared, for its tokens count (`other_tokens`).
+    Left out are a vocabulary that is theirs and keys of the learning rate that give the same rates.
     """
     ignored_keys = ["parallel.*"]
     for pattern in KEYS_WITHOUT_EFFECT:
@@ -179,6 +180,8 @@ def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
         is_vocab_of_data = dotted_key == "model.vocab" and "0" in (first_value, second_value)
         if not _matches(dotted_key, ignored_keys) and not is_vocab_of_data:
             lines.append(f"{dotted_key}: {first_value} | {second_value}")
+    phases = [blend_phases(run.data) for run in (first_run, second_run)]
+    lines += [difference.line for difference in other_weights(*phases, between=" | ")]
     return lines
 
 
@@ -192,9 +195,6 @@ def other_tokens(first_corpus: Corpus, second_corpus: Corpus) -> list[str]:
     second_data = second_corpus.identity
     if first_data is None or second_data is None:
         return []
-    if len(first_data.sets) != len(second_data.sets):
-        counts = f"{len(first_data.sets)} data sets | {len(second_data.sets)}"
-        return [f"data.blend: {counts}"]
     lines = [difference.line for difference in other_sets(first_data, second_data, " | ")]
     if first_data.tokenizer != second_data.tokenizer:
         names = f"{_tokenizer_name(first_corpus)} | {_tokenizer_name(second_corpus)}"

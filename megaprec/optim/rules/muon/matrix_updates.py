@@ -17,7 +17,7 @@ is computed alone; with `per_head` each head of one is, on the owner of all. Gra
 read. A buffer holds either matrices for Muon or tensors for AdamW, because their moments differ.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
-from megaprec.comm.layout import layout_of, parameters_of
+from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import Problem, UserError
 from megaprec.optim.ranks import Ranks
 from megaprec.optim.rules.muon.matrix_exchange import HeldSpan, MatrixExchange, ReceivedElements
@@ -265,7 +265,15 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
         names |= {part.name for part in layout_of(parameter).parts}
     sorted_names = sorted(names)
     if rule.by_adamw == NOT_HIDDEN:
-        _require_default_match(key, sorted_names, ranks)
+        # embeddings and heads that are frozen are told from hidden layers too
+        frozen_names = {
+            part.name
+            for module in model_parts
+            for parameter in module.parameters()
+            if has_layout(parameter) and not parameter.requires_grad
+            for part in layout_of(parameter).parts
+        }
+        _require_default_match(key, sorted_names, frozen_names, ranks)
     else:
         require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
     _require_heads(rule, model_parts, ranks)
@@ -279,13 +287,15 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
         raise UserError(*problems)
 
 
-def _require_default_match(key: str, names: Sequence[str], ranks: Ranks) -> None:
+def _require_default_match(
+    key: str, names: Sequence[str], frozen_names: Collection[str], ranks: Ranks
+) -> None:
     """Raise UserError, on every rank, if none of the default patterns matches a parameter of any
     rank. Collective over the world.
 
-    names: logical names of this rank's parameters, sorted.
+    names: logical names of this rank's parameters, sorted. frozen_names: of those not trained.
     """
-    is_local_match = any(match_patterns(NOT_HIDDEN, names))
+    is_local_match = any(match_patterns(NOT_HIDDEN, [*names, *frozen_names]))
     is_match = torch.tensor(float(is_local_match), device=ranks.device)
     if ranks.world.max_(is_match):
         return

@@ -32,7 +32,7 @@ from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.removed_keys import REMOVED_KEYS
 from tools.config.rules.derived import make_rule
-from tools.config.run_file import RunConfig, known_keys, load_run
+from tools.config.run_file import RunConfig, is_resolved, known_keys, load_run
 from tools.config.tables.data_settings import Data
 from tools.config.tables.native_keys import FP8_KEYS, SCALING, loss_scaling
 from tools.config.tables.precision_settings import FP8, Precision
@@ -884,6 +884,27 @@ def test_a_run_that_an_earlier_megaprec_wrote_down_is_still_read(tmp_path: Path)
     text = saved.read_text().replace("[optimizer]\n", '[optimizer]\nvalidation = "before"\n')
     saved.write_text(text.replace("[fp8]\n", '[fp8]\nreduce_over = "world"\n'))
     assert dict(load_run(saved)) == dict(run) and not load_run(saved).notes
+
+
+def test_a_run_that_was_written_down_is_refused_if_it_is_cut_short_and_may_be_edited(
+    tmp_path: Path,
+) -> None:
+    """Most of its halves are TOML, and would be another run, in another folder."""
+    run = load_run(None, MINIMAL)
+    saved = run.save_resolved(tmp_path)
+    lines = saved.read_text().splitlines(keepends=True)
+    for number in range(1, len(lines)):
+        saved.write_text("".join(lines[:number]))
+        with raises("config.run_file_cut", path=saved):
+            load_run(saved, MINIMAL)
+    saved.write_text("".join(lines).replace("seed = 1234", "seed = 5") + "\n# of my own\n")
+    assert load_run(saved).train.seed == 5
+    # one of an earlier version, which had no such end
+    first, *others, _, _ = lines
+    earlier = first.replace(', to the line "# end"', "")
+    assert earlier != first
+    saved.write_text("".join([earlier, *others]))
+    assert dict(load_run(saved)) == dict(run) and is_resolved(saved)
 
 
 def test_what_a_run_that_was_written_down_did_and_does_no_more_is_noted(tmp_path: Path) -> None:

@@ -1118,3 +1118,10 @@ def test_training_data_of_the_command_line_beside_a_blend_of_the_file_are_refuse
     with pytest.raises(UserError, match=sentence("config.source_beside_blend")):
         load_run(file, [*MINIMAL, "data.source=python"])
     assert load_run(file, [*MINIMAL, "data.source=python", "data.blend=[]"]).data.source == "python"
+
+
+@pytest.mark.parametrize("value", ["false", "-0.0"])
+def test_a_width_of_a_head_is_a_whole_number_also_where_0_is_the_default(value: str) -> None:
+    with pytest.raises(UserError, match=r"model\.head_dim = "):
+        load_run(None, [*MINIMAL, f"model.head_dim={value}"])
+    assert load_run(None, [*MINIMAL, "model.head_dim=0"]).model.head_dim > 0

@@ -134,7 +134,7 @@ def test_what_is_held_out_of_the_texts_is_held_out_here(
     for keys in ([], ["data.source=tokens/mine"]):
         made = imported(written(tmp_path, change), 4, keys)
         assert f"\nheld_out = {held_out} " in made.text
-    with pytest.raises(UserError, match=r"^--val_size 500: data\.held_out=SHARE"):
+    with pytest.raises(UserError, match=r"^--val_size 500: give data\.held_out=0\.1 "):
         imported(written(tmp_path, {"val_size": 500}), 4)
 
 

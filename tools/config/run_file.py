@@ -734,14 +734,7 @@ def _read_file(path: Path) -> dict[str, Setting]:
         if run_file.is_file():
             hint = f"give {run_file}"
         raise UserError.of("config.run_file_is_folder", path=path, hint=hint)
-    try:
-        text = read_text(path, MOST_SETTINGS)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError.of("config.run_file_unreadable", path=path, reason=reason) from error
-    # what is left may be TOML, and would be another run
-    if text.startswith(SAVED) and END not in text.splitlines():
-        raise UserError.of("config.run_file_cut", path=path, end=END)
+    text = _whole_text(path)
     try:
         content = parse_toml(text)
     except ValueError as error:
@@ -761,6 +754,19 @@ def _read_file(path: Path) -> dict[str, Setting]:
         for name, value in values.items():
             settings[f"{table}.{name}"] = Setting(value, origin)
     return settings
+
+
+def _whole_text(path: Path) -> str:
+    """Return the text of a run file. Raises UserError if it cannot be read, or was cut short."""
+    try:
+        text = read_text(path, MOST_SETTINGS)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError.of("config.run_file_unreadable", path=path, reason=reason) from error
+    # what is left may be TOML, and would be another run
+    if text.startswith(SAVED) and END not in text.splitlines():
+        raise UserError.of("config.run_file_cut", path=path, end=END)
+    return text
 
 
 def _other_system_message(path: Path, text: str) -> str:

@@ -54,8 +54,8 @@ class Lines:
     written at the end are they lost, which is an error. Raises OSError if the file cannot be
     opened.
 
-    A file that was removed, or replaced as editors do it, would still take lines, which nobody
-    finds: a warning says so, and the lines go to the file that has the name now.
+    A file that was removed, or replaced as editors do it, would still take lines, and they would be
+    lost: a warning says so, and the lines go to the file that has the name now.
     """
 
     def __init__(self, path: Path) -> None:

@@ -447,8 +447,8 @@ def _add_held_out(settings: TrainerArguments) -> None:
             settings.put("data.held_out", share, name)
         elif share and draft.needs("data.held_out"):
             draft.problems.append(
-                f"{settings.said[name]}: data.held_out=SHARE beside gives the part of the "
-                "documents that is held out"
+                f"{settings.said[name]}: give data.held_out=0.1 beside, or another share of the "
+                "documents"
             )
     if not draft.given("data.held_out"):
         draft.put("data.held_out", 0.0, "evaluation has data of its own in these programs")

@@ -11,7 +11,7 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -42,6 +42,8 @@ REMEDIES = {
     errno.EACCES: "let this user read or write it, and enter the folders above it",
     errno.EPERM: "allow it to be changed (lsattr shows whether it is immutable)",
     errno.ENOENT: "it, or a folder above it, was removed in the meantime",
+    errno.EEXIST: "something else has this name: move it away, or give another place",
+    errno.ENOTDIR: "a folder above it is a file: move that away, or give another place",
     errno.EMFILE: "raise the number of open files (ulimit -n)",
 }
 
@@ -72,7 +74,16 @@ def file_error(error: OSError) -> str:
         paths = list(dict.fromkeys(path.removesuffix(PART) for path in paths))
     files = " and ".join(paths) or "a file"
     remedy = REMEDIES.get(number, "look at that place")
+    missing = _missing_folder(paths) if number == errno.ENOENT else None
+    if missing:
+        remedy = f"there is no folder {missing}: make it, or give another place"
     return f"{files}: {error.strerror or error} ({name}): {remedy}"
+
+
+def _missing_folder(paths: Sequence[str]) -> Path | None:
+    """Return the topmost folder above one of these places that is not there; None if all are."""
+    folders = [folder for path in paths for folder in reversed(Path(path).parents)]
+    return next((folder for folder in folders if not os.path.exists(folder)), None)
 
 
 @contextmanager

@@ -45,7 +45,9 @@ class ModelConfig(ModelFields):
     @classmethod
     def _ignore_zero_head_dim(cls, fields: Any) -> Any:
         # A field that is not given gets its default; 0 would be a width.
-        if isinstance(fields, dict) and fields.get("head_dim") == 0:
+        given = fields.get("head_dim") if isinstance(fields, dict) else None
+        # false is 0 too, and no width
+        if given == 0 and type(given) is int:
             return {key: value for key, value in fields.items() if key != "head_dim"}
         return fields
 
@@ -123,7 +125,7 @@ class ModelConfig(ModelFields):
     def _can_do_without_positions(self, layers: Sequence[int]) -> bool:
         """Return True if all of these layers have attention that would rotate its heads."""
         rotates = self.positions == "rope" and not self.latent
-        return rotates and not set(layers) & set(self.delta_layers)
+        return rotates and set(layers) <= set(self.attention_layers)
 
     def _mtp_problems(self) -> Iterator[Problem]:
         # The modules have no table of learned positions.

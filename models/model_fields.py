@@ -54,6 +54,11 @@ def default_bias(fields: Fields) -> bool:
     return fields["bias"]
 
 
+def default_attention_bias(fields: Fields) -> bool:
+    """Return the model's `bias`, False where `hybrid_pattern` has no layer of attention."""
+    return fields["bias"] and (not fields["hybrid_pattern"] or "*" in fields["hybrid_pattern"])
+
+
 def default_expert_bias(fields: Fields) -> bool:
     """Return True for gpt-oss with experts, which have biases there."""
     return fields["family"] == "gpt_oss" and fields["experts"] > 0
@@ -577,7 +582,8 @@ class ModelFields(BaseModel):
     )
     qkv_bias: Annotated[bool, Beside(of_attention=True)] = Field(
         default_factory=lambda fields: (
-            fields["bias"] or fields["family"] in ("qwen2", "gpt_oss", "seed_oss", "glm4")
+            default_attention_bias(fields)
+            or fields["family"] in ("qwen2", "gpt_oss", "seed_oss", "glm4")
         ),
         description=(
             "Biases of the query, key and value projections and of model.attention_gate, with "
@@ -586,7 +592,9 @@ class ModelFields(BaseModel):
         ),
     )
     output_bias: Annotated[bool, Beside(of_attention=True)] = Field(
-        default_factory=lambda fields: fields["bias"] or fields["family"] == "gpt_oss",
+        default_factory=lambda fields: (
+            default_attention_bias(fields) or fields["family"] == "gpt_oss"
+        ),
         description="Bias of attention's output projection; default: model.bias, for gpt_oss true.",
     )
     mlp_bias: bool = Field(

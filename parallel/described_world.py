@@ -62,7 +62,7 @@ def require_consistent(environ: Mapping[str, str]) -> None:
     if not all(environ.get(name) for name in WORLD):
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    numbers = {name: _read_number(name, environ) for name in names if environ.get(name)}
+    numbers = {name: read_number(name, environ) for name in names if environ.get(name)}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
             raise UserError.of(
@@ -94,7 +94,7 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     malformed, and for a WORLD_SIZE that is not the step's.
     """
     # torch's variables are there, or there is no step of several tasks
-    if environ.get("RANK") or _read_number("SLURM_STEP_NUM_TASKS", environ, "1") < 2:
+    if environ.get("RANK") or read_number("SLURM_STEP_NUM_TASKS", environ, "1") < 2:
         return {}
     address = environ.get("MASTER_ADDR")
     tasks = environ["SLURM_STEP_NUM_TASKS"]
@@ -110,9 +110,9 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         )
     local_size = _tasks_of_node(environ)
     variables = {
-        "RANK": str(_read_number("SLURM_PROCID", environ)),
+        "RANK": str(read_number("SLURM_PROCID", environ)),
         "WORLD_SIZE": tasks,
-        "LOCAL_RANK": str(_read_number("SLURM_LOCALID", environ)),
+        "LOCAL_RANK": str(read_number("SLURM_LOCALID", environ)),
         "MASTER_ADDR": address or _first_node(environ["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": environ.get("MASTER_PORT") or _port_of_job(environ),
     }
@@ -151,7 +151,7 @@ def waits_for_a_person(environ: Mapping[str, str], terminal: bool) -> bool:
 
 
 def _port_of_job(environ: Mapping[str, str]) -> str:
-    return str(FIRST_PORT + _read_number("SLURM_JOB_ID", environ) % PORT_COUNT)
+    return str(FIRST_PORT + read_number("SLURM_JOB_ID", environ) % PORT_COUNT)
 
 
 def _first_node(nodes: str) -> str:
@@ -171,18 +171,19 @@ def _tasks_of_node(environ: Mapping[str, str]) -> str:
     # "2(x3),1": 4 nodes, of which three have 2 tasks
     for tasks, node_count in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):
         tasks_by_node += [tasks] * int(node_count or 1)
-    node = _read_number("SLURM_NODEID", environ, "0")
+    node = read_number("SLURM_NODEID", environ, "0")
     if node < len(tasks_by_node):
         return tasks_by_node[node]
     return environ.get("SLURM_NTASKS_PER_NODE", "")
 
 
-def _read_number(
+def read_number(
     name: str,
-    environ: Mapping[str, str],
+    environ: Mapping[str, str] = os.environ,
     default: str = "",
 ) -> int:
-    """Return the number that a variable states. Raises UserError for what is none."""
+    """Return the number that a launcher's variable states, `default` for one that is not set, or
+    set to nothing. Raises UserError for what is none."""
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):
         raise UserError.of("parallel.launcher_number", name=name, text=text)

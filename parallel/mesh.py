@@ -25,7 +25,7 @@ from megaprec.comm.gloo_ports import making_gloo_group
 from megaprec.comm.groups import make_groups
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
-from parallel.described_world import require_consistent, slurm_environment
+from parallel.described_world import read_number, require_consistent, slurm_environment
 from parallel.joining import NEWS, join
 from parallel.local_store import file_of_groups
 from parallel.loopback import within_machine
@@ -276,10 +276,10 @@ def _own_device() -> torch.device:
     """
     require_consistent(os.environ)
     count = torch.cuda.device_count()
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if "LOCAL_RANK" not in os.environ and count > 1 and not alone:
+    alone = read_number("WORLD_SIZE", default="1") == 1
+    if not os.environ.get("LOCAL_RANK") and count > 1 and not alone:
         raise UserError.of("parallel.local_rank_missing", count=count)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = read_number("LOCAL_RANK", default="0")
     # A launcher may show each rank its own device only, which is then number 0.
     if count == 0 or (count > 1 and local_rank >= count):
         raise UserError.of("parallel.no_device_for_rank", local_rank=local_rank, count=count)

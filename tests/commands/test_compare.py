@@ -133,6 +133,17 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     assert [curve.name for curve in read_curves(folders)] == list(map(str, folders))
 
 
+def test_a_run_that_is_named_twice_is_compared_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said to differ from itself in each key."""
+    run = written(tmp_path / "run", [record(1, 2.0)])
+    (run / "run.toml").write_text("[train]\nsteps = 1\n")
+    assert cli.main(["compare", str(run), f"{run}/../run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["run"] for row in said["runs"]] == ["run"] and not said["keys"]
+
+
 def test_what_cannot_be_compared_is_said_in_one_line_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

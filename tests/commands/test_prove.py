@@ -231,7 +231,9 @@ def test_the_certificate_of_a_copied_run_directory_lies_in_the_copy(
     [
         (["--steps", "1"], sentence("command.prove_steps", steps=1)),
         (["--layout", "tp=3"], "--layout tp=3: "),
-        (["--layout", "tpp=2"], 'no such key "tpp"'),
+        (["--layout", "tpp=2"], '^--layout "tpp=2": no such key "tpp"'),
+        (["--layout", "tp=0"], '^--layout "tp=0": tensor: must be greater than 0'),
+        (["--layout", "tp=2,tensor=1"], '^--layout "tp=2,tensor=1": tensor is given twice'),
     ],
 )
 def test_bad_input_is_a_line(

@@ -226,6 +226,11 @@ def test_another_number_of_layers_is_refused() -> None:
         ({"dense_layers": (1,)}, "model.not_beside", {"other": "dense_layers"}),
         ({"window": 4}, "model.not_beside", {"other": "window"}),
         ({"mup_base_hidden": 4096}, "model.not_beside", {"other": "mup_base_hidden"}),
+        (
+            {"positions": "rope", "nope_layers": (0,)},
+            "model.nope_layers_unused",
+            {"nope_layers": [0]},
+        ),
     ],
 )
 def test_a_hybrid_that_cannot_be_is_refused_by_what_makes_it_so(
@@ -233,3 +238,12 @@ def test_a_hybrid_that_cannot_be_is_refused_by_what_makes_it_so(
 ) -> None:
     with pytest.raises(ValueError, match=sentence(code, **fields)):
         ModelConfig.model_validate(MODEL.model_dump() | changes)
+
+
+def test_biases_of_a_hybrid_without_attention_are_those_of_what_it_has() -> None:
+    """`bias` alone was refused, by the name of a key that nobody had given."""
+    given = {"layers": 3, "hidden": 64, "heads": 4, "mamba": MODEL.mamba}
+    model = ModelConfig.model_validate(given | {"hybrid_pattern": "M-M", "bias": True})
+    assert (model.qkv_bias, model.output_bias, model.mlp_bias) == (False, False, True)
+    model = ModelConfig.model_validate(given | {"hybrid_pattern": "M*-", "bias": True})
+    assert (model.qkv_bias, model.output_bias, model.mlp_bias) == (True, True, True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megaprec.errors import UserError
+from tools.config.rules.derived import lr_schedule
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.interop.arguments.deepspeed import READ, UNUSED, WHY
 from tools.interop.importing.run import import_run
@@ -89,10 +90,27 @@ def test_a_configuration_becomes_the_keys_of_a_run(tmp_path: Path) -> None:
         3e-4,
         9,
         90,
-        0.0,
+        1e-5,
     )
     assert run.lr.initial == 1e-5
     assert run.log.every == 10
+
+
+@pytest.mark.parametrize("lowest", [0.0, 1e-5])
+def test_each_step_has_the_rate_that_deepspeed_computes(lowest: float, tmp_path: Path) -> None:
+    """Of the step after it, as the note says. WarmupDecayLR falls to warmup_min_lr, not to 0."""
+    params = {
+        "total_num_steps": 90,
+        "warmup_num_steps": 9,
+        "warmup_min_lr": lowest,
+        "warmup_max_lr": 3e-4,
+        "warmup_type": "linear",
+    }
+    run = made(tmp_path, FULL | {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    schedule = lr_schedule(run.lr, run.train)
+    for iteration in range(100):
+        part = min(iteration / 9, max(0.0, (90 - iteration) / (90 - 9)))
+        assert schedule.at(iteration) == pytest.approx(lowest + (3e-4 - lowest) * part, rel=1e-12)
 
 
 @pytest.mark.parametrize(

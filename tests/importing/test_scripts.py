@@ -140,6 +140,10 @@ def test_the_name_that_is_asked_for_and_its_line_are_those_of_what_is_open() -> 
         ("PP=1\nTP=${TP:-$(nproc)}\n@ --a $TP", "TP", 2),
         ('\n\nC="@ --a 1"\nD=$(date)\nC="$C --b $D"\neval $C', "D", 4),
         ("D=$1\nA=(--a 1 --b $D/x)\n@ ${A[@]}", "D", 1),
+        # bash keeps the first value and goes on, other shells end
+        ("readonly TP=2\nTP=4\n@ --a $TP", "TP", 2),
+        ("TP=2\nreadonly TP\nTP+=4\n@ --a $TP", "TP", 3),
+        ("declare -xr TP=2\nexport TP=4\n@ --a $TP", "TP", 2),
     ):
         word = unknown(script.replace("@ ", f"{RUN} "))
         assert word.unknown is not None

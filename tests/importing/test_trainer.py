@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megaprec.errors import UserError
-from tools.config.run_file import read_run_settings
+from tools.config.rules.derived import lr_schedule
+from tools.config.run_file import load_run, read_run_settings
 from tools.interop.importing import trainer
 from tools.interop.importing.run import Imported, import_run
 
@@ -96,9 +98,65 @@ def test_a_fraction_of_a_run_of_unknown_length_asks_for_its_steps(tmp_path: Path
     assert "train.steps=N" in problem
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
+def test_each_step_has_the_rate_that_transformers_computes(kind: str, tmp_path: Path) -> None:
+    """Its schedule "constant" leaves a warm-up out."""
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "run.toml"
+    change = {"lr_scheduler_type": kind, "warmup_ratio": None, "warmup_steps": 7}
+    made = imported(written(tmp_path, change), 4, ["data.source=python"])
+    path.write_text(made.text)
+    run = load_run(path, ["model.preset=llama-demo", "train.init_from="])
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-4)
+    theirs = transformers.get_scheduler(kind, optimizer, 7, 100)
+    schedule = lr_schedule(run.lr, run.train)
+    for step in range(100):
+        assert schedule.at(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+    said = [note for note in made.notes if note.startswith("--warmup_steps 7")]
+    assert len(said) == (kind == "constant")
+
+
+@pytest.mark.parametrize(
+    ("change", "held_out"),
+    [
+        ({"val_size": 0.25}, 0.25),
+        ({"split_dataset_ratio": 0.25}, 0.25),
+        ({"validation_split_percentage": 5}, 0.05),
+        ({"val_size": 0.0}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_what_is_held_out_of_the_texts_is_held_out_here(
+    change: dict[str, object], held_out: float, tmp_path: Path
+) -> None:
+    for keys in ([], ["data.source=tokens/mine"]):
+        made = imported(written(tmp_path, change), 4, keys)
+        assert f"\nheld_out = {held_out} " in made.text
+    with pytest.raises(UserError, match=r"^--val_size 500: give data\.held_out=0\.1 "):
+        imported(written(tmp_path, {"val_size": 500}), 4)
+
+
+def test_data_that_others_replace_are_told(tmp_path: Path) -> None:
+    change: dict[str, object] = {"max_samples": 100}
+    for keys in ([], ["data.source=tokens/mine"]):
+        made = imported(written(tmp_path, change), 4, keys)
+        assert any("--dataset c4" in note and "--max_samples 100" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(("typed", "compute"), [("yes", "bf16"), ("1", "bf16"), ("0", "fp32")])
+def test_a_switch_is_what_transformers_takes_it_for(
+    typed: str, compute: str, tmp_path: Path
+) -> None:
+    made = imported(written(tmp_path, {"bf16": typed, "deepspeed": None}), 4)
+    assert f'\ncompute = "{compute}" ' in made.text
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"bf16": "perhaps"}, "--bf16 perhaps"),
         ({"finetuning_type": "lora"}, "--finetuning_type lora"),
         ({"stage": "sft"}, "--stage sft"),
         ({"optim": "adafactor"}, "--optim adafactor"),
@@ -221,4 +279,4 @@ def test_defaults_are_those_of_transformers() -> None:
         # an optional one that is left out is none
         assert default in (value, None), name
     names = {*trainer.NUMBERS, *trainer.FLAGS, "optim", "lr_scheduler_type", "output_dir"}
-    assert names - {"max_length", "warmup_ratio"} <= theirs.keys()
+    assert names - {"max_length", "warmup_ratio", *trainer.HOLD_OUTS} <= theirs.keys()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.durable import file_error, read_whole, reading
+from megaprec.durable import file_error, make_folder, read_whole, reading, write_file
 from tests.project.test_readme import ROOT
 
 FAILS = Path("/proc/self/mem")  # nothing is mapped at its beginning, so to read it is an I/O error
@@ -110,3 +110,18 @@ def test_a_file_under_way_to_its_name_is_told_by_its_name_unless_it_is_itself_in
         assert told(number, "a.png.part") == "a.png"
     assert told(errno.EISDIR, "a.png.part", "a.png") == "a.png"
     assert told(errno.EISDIR, "a.png.part") == "a.png.part"
+
+
+def test_a_place_that_cannot_be_written_to_is_told_with_what_is_wrong_there(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place, kind, said in (
+        (tmp_path / "no" / "new", FileNotFoundError, f"no folder {tmp_path / 'no'}: make it"),
+        (file / "new", NotADirectoryError, "a folder above it is a file"),
+    ):
+        with pytest.raises(kind) as caught:
+            write_file(place, b"")
+        assert said in file_error(caught.value)
+    with pytest.raises(FileExistsError) as caught:
+        make_folder(file)
+    assert "something else has this name" in file_error(caught.value)

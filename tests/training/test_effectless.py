@@ -24,9 +24,45 @@ FP8 = "fp8.kind=delayed"
 SCALED = "precision.compute=fp16"
 HALVED = "parallel.pipeline=2"
 CANONICAL = "train.numerics=canonical train.threads=1"
+DELTA = (
+    "model.delta_net={key_heads=2,value_heads=4,key_dim=8,value_dim=8} model.delta_layers=[0,1,2,3]"
+)
+MAMBA = "model.mamba={heads=4,head_dim=8,state_dim=8,groups=2}"
+MIXERS, BRANCHES = (f'{MAMBA} model.hybrid_pattern="{pattern}"' for pattern in ("MMMM", "M*M-"))
+LATENT = "{kv_rank=8,rope_dim=4,nope_dim=4,value_dim=8}"
+# keys that attention alone reads, and those of them that a pattern without attention refuses
+OF_ATTENTION = {
+    "kv_heads": "2",
+    "head_dim": "16",
+    "attention_scalar": "3.0",
+    "rotary_fraction": "0.5",
+    "rope_base": "5000.0",
+    "rope_scaling": '{kind="linear",factor=2.0}',
+    "positions": '"none"',
+}
+REFUSED_OF_ATTENTION = {
+    "qk_norm": "true",
+    "value_norm": "true",
+    "attention_sinks": "true",
+    "attention_gate": "true",
+    "attention_softcap": "5.0",
+    "qkv_bias": "true",
+    "output_bias": "true",
+    "attention_dropout": "0.5",
+}
 WINDOW = "model.window=4 model.window_rope_base=500.0"
 # key, a value of it, keys beside which it has no effect, keys beside which it has one
 CASES = [
+    *((f"model.{key}", value, MIXERS, BRANCHES) for key, value in OF_ATTENTION.items()),
+    *(
+        (f"model.{key}", value, DELTA, DELTA.replace("[0,1,2,3]", "[0,1,2]"))
+        for key, value in (OF_ATTENTION | REFUSED_OF_ATTENTION).items()
+    ),
+    ("model.latent", LATENT, DELTA, DELTA.replace("[0,1,2,3]", "[0,1,2]")),
+    ("model.mlp", '"geglu"', MIXERS, BRANCHES),
+    ("model.ffn", "64", MIXERS, BRANCHES),
+    ("model.ffn", "64", MIXERS, f"{EXPERTS} {MAMBA} model.hybrid_pattern=ME*M"),
+    ("model.mlp_bias", "true", MIXERS, BRANCHES),
     ("model.qk_norm_over", '"all"', "", "model.qk_norm=true"),
     ("optimizer.qk_clip_alpha", "0.3", "", "optimizer.qk_clip=100"),
     ("model.rope_base", "5000.0", "model.family=gpt2", ""),
@@ -173,15 +209,15 @@ BESIDE_FILES = {
 # Keys that are refused, or told elsewhere, where they have no effect. The last two lines: their
 # values claim nothing there (true of one process too), or they wait for an event.
 OTHERS = """
-model: family layers hidden heads kv_heads head_dim mlp ffn vocab max_positions norm norm_eps norm_at qk_norm positions
-model: preset parallel_residual attention_scalar attention_sinks attention_softcap final_softcap bias qkv_bias
-model: output_bias mlp_bias tied experts dropout attention_dropout embedding_scale embedding_grad_scale head_grad_scale
+model: family layers hidden heads vocab max_positions norm norm_eps norm_at
+model: preset parallel_residual final_softcap bias
+model: tied experts dropout embedding_scale embedding_grad_scale head_grad_scale
 model: mtp_layers factory mup_base_hidden mup_base_head_dim z_loss
-model: latent delta_net delta_layers mamba hybrid_pattern
-model: attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
+model: delta_net delta_layers mamba hybrid_pattern
+model: swiglu_alpha swiglu_limit norm_unit_offset
 model: window_rope_base window_layers nope_layers branch_scale logit_divisor expert_bias
 model: router_bias dense_layers dense_ffn shared_experts shared_gate norm_bias norm_weight embedding_norm shared_norm
-model: global_head_dim global_kv_heads global_key_as_value value_norm layer_scalar
+model: global_head_dim global_kv_heads global_key_as_value layer_scalar
 data: source blend tokenizer begin held_out shuffle windows pack reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache chat_template loss_on

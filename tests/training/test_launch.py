@@ -14,8 +14,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.resources import cores
-from parallel.described_world import is_rank_of_world
-from tests.refusals import sentence
+from parallel.described_world import WORLD, is_rank_of_world, read_number
+from tests.refusals import raises, sentence
 from tests.runs import write_run
 from tools import cli
 from tools.commands import calibrate, doctor
@@ -346,3 +346,36 @@ def test_a_soft_limit_of_open_files_is_raised_as_far_as_ranks_need(
         monkeypatch.setattr(resource, "getrlimit", lambda kind, both=both: both)
         require_local_meeting(2)
     assert raised == [(36, 4096), (36, resource.RLIM_INFINITY)]
+
+
+def test_a_variable_of_a_launcher_that_is_set_to_nothing_counts_as_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a container has it that passes on what its host did not set."""
+    names = (
+        *WORLD,
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+    )
+    for name in names:
+        monkeypatch.setenv(name, "")
+    file = write_run(tmp_path)
+    assert cli.main(["train", str(file), "train.steps=1"]) == 0
+    assert "step 1/1" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with raises("parallel.launcher_number", name="LOCAL_RANK", text="first"):
+        read_number("LOCAL_RANK", default="0")
+
+
+def test_no_variable_of_a_launcher_is_read_as_a_number_without_a_refusal() -> None:
+    asks = re.compile(r"\bint\((os\.)?environ\b")
+    found = [
+        str(path.relative_to(ROOT))
+        for package in ("megaprec", "parallel", "models", "tools")
+        for path in (ROOT / package).rglob("*.py")
+        if asks.search(path.read_text())
+    ]
+    assert not found, "read_number of parallel/described_world.py names the variable"

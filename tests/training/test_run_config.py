@@ -32,7 +32,7 @@ from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.removed_keys import REMOVED_KEYS
 from tools.config.rules.derived import make_rule
-from tools.config.run_file import RunConfig, known_keys, load_run
+from tools.config.run_file import RunConfig, is_resolved, known_keys, load_run
 from tools.config.tables.data_settings import Data
 from tools.config.tables.native_keys import FP8_KEYS, SCALING, loss_scaling
 from tools.config.tables.precision_settings import FP8, Precision
@@ -886,6 +886,27 @@ def test_a_run_that_an_earlier_megaprec_wrote_down_is_still_read(tmp_path: Path)
     assert dict(load_run(saved)) == dict(run) and not load_run(saved).notes
 
 
+def test_a_run_that_was_written_down_is_refused_if_it_is_cut_short_and_may_be_edited(
+    tmp_path: Path,
+) -> None:
+    """Most of its halves are TOML, and would be another run, in another folder."""
+    run = load_run(None, MINIMAL)
+    saved = run.save_resolved(tmp_path)
+    lines = saved.read_text().splitlines(keepends=True)
+    for number in range(1, len(lines)):
+        saved.write_text("".join(lines[:number]))
+        with raises("config.run_file_cut", path=saved):
+            load_run(saved, MINIMAL)
+    saved.write_text("".join(lines).replace("seed = 1234", "seed = 5") + "\n# of my own\n")
+    assert load_run(saved).train.seed == 5
+    # one of an earlier version, which had no such end
+    first, *others, _, _ = lines
+    earlier = first.replace(', to the line "# end"', "")
+    assert earlier != first
+    saved.write_text("".join([earlier, *others]))
+    assert dict(load_run(saved)) == dict(run) and is_resolved(saved)
+
+
 def test_what_a_run_that_was_written_down_did_and_does_no_more_is_noted(tmp_path: Path) -> None:
     load_run(None, MINIMAL).save_resolved(tmp_path)
     saved = tmp_path / "run.toml"
@@ -1097,3 +1118,10 @@ def test_training_data_of_the_command_line_beside_a_blend_of_the_file_are_refuse
     with pytest.raises(UserError, match=sentence("config.source_beside_blend")):
         load_run(file, [*MINIMAL, "data.source=python"])
     assert load_run(file, [*MINIMAL, "data.source=python", "data.blend=[]"]).data.source == "python"
+
+
+@pytest.mark.parametrize("value", ["false", "-0.0"])
+def test_a_width_of_a_head_is_a_whole_number_also_where_0_is_the_default(value: str) -> None:
+    with pytest.raises(UserError, match=r"model\.head_dim = "):
+        load_run(None, [*MINIMAL, f"model.head_dim={value}"])
+    assert load_run(None, [*MINIMAL, "model.head_dim=0"]).model.head_dim > 0

@@ -407,6 +407,54 @@ def test_records_that_are_lost_in_the_end_are_an_error(
         lines.close()
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_records_follow_the_name_of_a_file_that_was_removed_or_replaced(
+    is_replaced: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is written to a file without a name is lost when the run ends, and nobody is told."""
+    path = tmp_path / "metrics.jsonl"
+    lines = Lines(path)
+    lines.write("one")
+    if is_replaced:  # as an editor does it
+        edited = tmp_path / "edited"
+        edited.write_text("ONE\n")
+        edited.replace(path)
+    else:
+        path.unlink()
+    lines.write("two")
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning    {path} was ") and said.count("\n") == 1
+    lines.write("three")
+    lines.close()
+    assert path.read_text().splitlines() == ["ONE"] * is_replaced + ["two", "three"]
+    assert not capsys.readouterr().err
+
+
+def test_records_are_kept_in_memory_while_something_else_has_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = Lines(path)
+    path.unlink()
+    path.mkdir()
+    lines.write("one")
+    path.rmdir()
+    lines.write("two")
+    lines.close()
+    assert path.read_text().splitlines() == ["one", "two"]
+
+
+def test_records_do_not_follow_into_a_folder_in_place_of_the_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = Lines(folder / "metrics.jsonl")
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("of another run\n")
+    lines.write("one")
+    lines.close()
+    assert (folder / "metrics.jsonl").read_text() == "of another run\n"
+    assert (tmp_path / "moved" / "metrics.jsonl").read_text() == "one\n"
+
+
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("what", ["all files", "metrics.jsonl", "digests.jsonl"])
 def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpoint_and_what_is_taken_again(

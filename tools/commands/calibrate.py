@@ -27,6 +27,7 @@ from megaprec.resources import cores
 from megaprec.scratch import scratch_folder
 from megaprec.tokens.files import write_whole
 from models.estimate.storage import Device
+from parallel.described_world import read_number
 from parallel.mesh import make_mesh, world
 from tools.analysis.calibration.collectives import collectives
 from tools.analysis.calibration.measure import all_rows, process_bytes
@@ -145,7 +146,7 @@ def _measure(device: Device, dtypes: list[str], ranks: int) -> dict[str, Any]:
 
 def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
     """Be one of the local ranks; rank 0 writes its measurements to `answer`."""
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = read_number("WORLD_SIZE")
     threads = share_of_cores(ranks)
     torch.set_num_threads(threads)
     keep_freed_memory()

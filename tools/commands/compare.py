@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec compare`."""
+    # a run may be named twice, as runs/* beside it does
+    args.runs = [*{folder.resolve(): folder for folder in reversed(args.runs)}.values()][::-1]
     if args.output:
         _require_writable(args.output)
     elif args.over:

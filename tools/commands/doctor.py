@@ -14,7 +14,6 @@ needs could not be tried, or wrong input.
 import argparse
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -27,7 +26,7 @@ from megaprec.errors import UserError
 from megaprec.resources import cores
 from megaprec.scratch import scratch_folder
 from models.parameter_counts import num_parameters
-from parallel.described_world import is_rank_of_world
+from parallel.described_world import is_rank_of_world, read_number
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides
@@ -229,7 +228,7 @@ def _as_local_rank(request: DoctorRequest, answer: Path) -> int:
     """Be one of the local ranks; rank 0 writes its findings to `answer`."""
     layout = request.layout
     # a layout that is too large for this machine was launched with one rank
-    if math.prod(layout) != int(os.environ["WORLD_SIZE"]):
+    if math.prod(layout) != read_number("WORLD_SIZE"):
         layout = ANY_LAYOUT
     context, findings, _ = take_part(replace(request, layout=layout))
     if context.rank == 0:
@@ -270,7 +269,7 @@ def _world_findings(
     request: DoctorRequest, config: RunConfig | None, args: argparse.Namespace
 ) -> Iterator[Finding]:
     """Yield the findings on rank 0 of a launched world; take part elsewhere."""
-    size = int(os.environ["WORLD_SIZE"])
+    size = read_number("WORLD_SIZE")
     if config is not None and config.world_size != size:
         raise UserError.of(
             "command.world_size", size=size, file=args.file, world_size=config.world_size

@@ -1,6 +1,5 @@
 """Arguments that several commands have."""
 
-import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tokens.places import is_remote, is_url, path_of
 from megaprec.url_secrets import has_password, masked
+from parallel.described_world import read_number
 from tools.config.run_file import run_file_in, saved_run
 
 
@@ -115,7 +115,7 @@ def device_of_option(wanted: str, ranks: int) -> str:
 
     ranks: on this machine, unless a launcher says how many it has started.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    ranks = read_number("LOCAL_WORLD_SIZE", default=str(ranks))
     devices = torch.cuda.device_count()
     if wanted == "cuda" and devices < ranks:
         raise UserError.of("command.option_device", devices=devices, ranks=ranks)

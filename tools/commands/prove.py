@@ -115,7 +115,7 @@ def _other_layout(config: RunConfig, text: str) -> ComparedLayout | None:
     former does not fit."""
     if not text:
         return other_layout(config)
-    (keys,) = requested_layouts([text], config.parallel)
+    (keys,) = requested_layouts([text], config.parallel, option="--layout")
     layout = fitted(config, keys)
     if reasons := layout_problems(config, layout.parallel):
         raise UserError(*(f"--layout {text}: {reason}" for reason in reasons))

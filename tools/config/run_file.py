@@ -66,7 +66,9 @@ from tools.parts import optional_parts
 if TYPE_CHECKING:
     from tools.config.initial_model import InitialModel
 
-SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
+_BY_MEGAPREC = "# Written by megaprec: the resolved run"  # also that of an earlier version
+END = "# end"  # the last line of a resolved run: a file that was cut short has none
+SAVED = f'{_BY_MEGAPREC}, to the line "{END}". Comments say where a value came from.'
 # in a run folder; the second beside a file of the user's own with the first name
 RUN_FILES = ("run.toml", "run.resolved.toml")
 OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other system's TOML has
@@ -383,12 +385,16 @@ class RunConfig(BaseModel):
         path, beside_own = (folder / name for name in RUN_FILES)
         if path.exists() and not is_resolved(path):
             path = beside_own
-        text = self.as_toml(SAVED)
+        text = self.resolved_text()
         write_whole(path, text.encode())
         # a run that resumes needs the signature of a URL: nobody else should
         if masked(text) != text:
             path.chmod(0o600)
         return path
+
+    def resolved_text(self) -> str:
+        """Return the run as a resolved run file, whose end can be told from a cut."""
+        return f"{self.as_toml(SAVED)}\n{END}\n"
 
     def as_toml(self, comment: str) -> str:
         """Return the run as a run file that begins with `comment`. Other comments say where values
@@ -590,7 +596,7 @@ def run_file_in(folder: Path, written_by_run: bool = False) -> Path | None:
 
 def is_resolved(path: Path) -> bool:
     """Return True if the run file is one that a run wrote."""
-    mark = SAVED.encode()
+    mark = _BY_MEGAPREC.encode()
     with reading(path) as file:
         return file.read(len(mark)) == mark
 
@@ -728,11 +734,7 @@ def _read_file(path: Path) -> dict[str, Setting]:
         if run_file.is_file():
             hint = f"give {run_file}"
         raise UserError.of("config.run_file_is_folder", path=path, hint=hint)
-    try:
-        text = read_text(path, MOST_SETTINGS)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError.of("config.run_file_unreadable", path=path, reason=reason) from error
+    text = _whole_text(path)
     try:
         content = parse_toml(text)
     except ValueError as error:
@@ -752,6 +754,19 @@ def _read_file(path: Path) -> dict[str, Setting]:
         for name, value in values.items():
             settings[f"{table}.{name}"] = Setting(value, origin)
     return settings
+
+
+def _whole_text(path: Path) -> str:
+    """Return the text of a run file. Raises UserError if it cannot be read, or was cut short."""
+    try:
+        text = read_text(path, MOST_SETTINGS)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError.of("config.run_file_unreadable", path=path, reason=reason) from error
+    # what is left may be TOML, and would be another run
+    if text.startswith(SAVED) and END not in text.splitlines():
+        raise UserError.of("config.run_file_cut", path=path, end=END)
+    return text
 
 
 def _other_system_message(path: Path, text: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaprec.durable import file_error, naming_file
+from megaprec.durable import file_error, naming_file, reading
 from megaprec.errors import UserError
 from megaprec.tokens.files import write_whole
 from megaprec.url_secrets import masked_inside
@@ -54,15 +54,23 @@ class Lines:
     warning says so once, and a note says when the file is complete again. Only if they cannot be
     written at the end are they lost, which is an error. Raises OSError if the file cannot be
     opened.
+
+    A file that was removed, or replaced as editors do it, would still take lines, and they would be
+    lost: a warning says so, and the lines go to the file that has the name now.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unwritten = b""
-        with naming_file(path):
+        self._descriptor = self._open()
+        self._folder = _identity(path.parent)
+
+    def _open(self) -> int:
+        """Return a descriptor of the file, which is made if it is missing."""
+        with naming_file(self._path):
             # os.write says how much of a line it has written.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            self._descriptor = os.open(path, flags, 0o666)
+            return os.open(self._path, flags, 0o666)
 
     def write(self, line: str) -> None:
         """Append a line, or keep it for later."""
@@ -90,6 +98,8 @@ class Lines:
     def _write_waiting(self) -> OSError | None:
         """Write the lines that wait; return the error that stopped this, if one did."""
         try:
+            if self._unwritten:
+                self._follow_name()
             while self._unwritten:
                 with naming_file(self._path):  # on a full disk a part of a line may be written
                     written = os.write(self._descriptor, self._unwritten)
@@ -97,6 +107,36 @@ class Lines:
         except OSError as error:
             return error
         return None
+
+    def _follow_name(self) -> None:
+        """Open the file that has the name now, if it is another one. Raises OSError."""
+        status = os.fstat(self._descriptor)
+        named = _identity(self._path)
+        # a folder in place of the run's belongs to another run, and this one ends (RunFolder)
+        if named == (status.st_dev, status.st_ino) or _identity(self._path.parent) != self._folder:
+            return
+        if named is not None:
+            with reading(self._path):  # raises for what is no regular file
+                pass
+        descriptor = self._open()
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        outcome = "replaced" if named else "removed"
+        print(
+            f"warning    {self._path} was {outcome} while the run writes it: lines that only the "
+            "former file had are lost, and the next ones are in the file of this name",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of what has this name; None if there is nothing. Raises OSError."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class Journal(AbstractContextManager["Journal"]):

@@ -34,7 +34,7 @@ from pydantic import ValidationError
 from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from parallel.described_world import INTERACTIVE_STEP, lone_task
+from parallel.described_world import INTERACTIVE_STEP, lone_task, read_number
 from tools.config.layouts import (
     AXES,
     FittingLayout,
@@ -65,7 +65,7 @@ def require_fresh_store(config: RunConfig) -> None:
     """Raise UserError if torchrun would restart the ranks over the store of those before, whose
     keys name the addresses of ranks that are gone.
     """
-    restarts = config.parallel.elastic or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    restarts = config.parallel.elastic or read_number("TORCHELASTIC_MAX_RESTARTS", default="0")
     if restarts and under_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError.of("training.shared_store")
 
@@ -76,7 +76,7 @@ def in_this_world(config: RunConfig) -> RunConfig:
     A run file that names no axis of the layout has a replica on each rank. Raises UserError if the
     world has another size than the layout and parallel.elastic is false, or if none fits.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = read_number("WORLD_SIZE", default="1")
     # A user who names no axis wants all ranks used, whatever their number.
     if ranks > 1 and not any(config.given(f"parallel.{axis}") for axis in AXES):
         return _with_replicas(config, ranks)
@@ -138,7 +138,7 @@ def _describe_change(config: RunConfig, fitting: FittingLayout, ranks: int) -> s
 
 def is_spare(config: RunConfig) -> bool:
     """Return True if the layout of `in_this_world` has no place for this rank."""
-    return int(os.environ.get("RANK", "0")) >= config.world_size
+    return read_number("RANK", default="0") >= config.world_size
 
 
 def stand_by() -> None:
@@ -147,7 +147,7 @@ def stand_by() -> None:
     """
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        read_number("MASTER_PORT"),
         is_master=False,
         wait_for_workers=False,
         timeout=STORE_TIME,
@@ -191,8 +191,8 @@ def record_restart(config: RunConfig) -> None:
     """Print and record on rank 0 that torchrun has started the ranks again or in another layout."""
     if not under_torchrun():
         return
-    restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    restart_count = read_number("TORCHELASTIC_RESTART_COUNT", default="0")
+    max_restarts = read_number("TORCHELASTIC_MAX_RESTARTS", default="0")
     saved_layout = _saved_layout(config)
     current_layout = in_words(config.parallel)
     reasons = list[str]()
@@ -357,7 +357,7 @@ def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
     """
     error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     attempt_folder = error_file.parent.parent
-    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt = read_number("TORCHELASTIC_RESTART_COUNT", environ, "0")
     if not attempt or attempt_folder.name != f"attempt_{attempt}":
         return ""
     attempt_before = attempt_folder.with_name(f"attempt_{attempt - 1}")

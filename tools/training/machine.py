@@ -18,7 +18,7 @@ from megaprec.optim.rules.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
 from models.logical_shapes import logical_shapes
 from models.parameter_counts import expert_parameters, num_parameters
-from parallel.described_world import is_rank_of_world
+from parallel.described_world import is_rank_of_world, read_number
 from tools.config.layouts import in_keys
 from tools.config.rules.derived import make_rule, trained_names
 from tools.config.rules.expert_ranks import expert_replicas
@@ -63,8 +63,8 @@ def local_ranks(config: RunConfig) -> int:
     if not is_rank_of_world():
         return config.world_size
     # Some launchers tell the rank on this host, but not how many there are.
-    at_least = int(os.environ.get("LOCAL_RANK", "0")) + 1
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or at_least)
+    at_least = read_number("LOCAL_RANK", default="0") + 1
+    return read_number("LOCAL_WORLD_SIZE", default=str(at_least))
 
 
 def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:

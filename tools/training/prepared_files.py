@@ -15,6 +15,7 @@ from megaprec.tokens.copies import file_here
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.places import is_remote, is_url, path_of
+from parallel.described_world import read_number
 from tools.config.run_file import RunConfig
 from tools.training.blend_place import saved_stretches
 from tools.training.corpus import Corpus, identified, open_built, open_validation
@@ -121,8 +122,8 @@ def _missing_files(required: Sequence[Path]) -> list[Path]:
     On another host than that of rank 0, which has just named or made them, a network filesystem may
     show them late.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    on_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks = read_number("WORLD_SIZE", default="1")
+    on_one_host = ranks <= read_number("LOCAL_WORLD_SIZE", default=str(ranks))
     wait_seconds = 0.0 if on_one_host else NFS_SECONDS
     deadline = time.monotonic() + wait_seconds
     # a URL is one without a copy

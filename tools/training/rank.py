@@ -1,6 +1,5 @@
 """One rank of a training run, from its entry into the world until all steps are taken."""
 
-import os
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from megaprec.diagnose.position import Phase, Position
 from models.attention.backends import gpu_kernels
+from parallel.described_world import read_number
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.config.run_file import RunConfig
@@ -50,7 +50,7 @@ def train_rank(
     """
     # torchrun may keep the addresses of ranks that it has restarted since.
     require_fresh_store(config)
-    started_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    started_ranks = read_number("WORLD_SIZE", default="1")
     # With parallel.elastic, the layout follows from the ranks that are there; others stand by.
     config = in_this_world(config)
     if is_spare(config):

@@ -20,6 +20,7 @@ from megaprec.tokens.places import STANDARD_LIBRARY
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes
+from models.model_fields import BESIDE
 from tools.config.rules.derived import with_vocabulary_size
 from tools.config.tables.data_settings import Data, names_of
 from tools.config.tables.native_keys import plan_or_none
@@ -111,6 +112,14 @@ PERIODS = (
     "log.digests",
     "log.statistics",
 )
+# a pattern of layers without attention refuses some of them, layers of delta_net alone do not
+_ATTENTION_KEYS = " ".join(
+    [
+        "model.kv_heads model.head_dim model.latent model.attention_scalar model.rotary_fraction",
+        "model.rope_base model.rope_scaling model.qk_norm_over",
+        *(f"model.{key}" for key, beside in BESIDE.items() if beside.of_attention),
+    ]
+)
 _EXPERT_KEYS = (
     "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
 )
@@ -123,6 +132,27 @@ def _reached(key: str) -> EffectRule:
         return tables.get(key) <= tables.train.steps
 
     return EffectRule(key, "train.steps", holds=is_reached)
+
+
+def _attention_rules(
+    decider: str, has_attention: Callable[[ModelConfig], bool]
+) -> Iterator[EffectRule]:
+    """Yield the rules of keys that attention alone reads.
+
+    decider: the key that says which layers have attention. has_attention: says whether any has.
+    """
+    yield EffectRule(_ATTENTION_KEYS, decider, holds=lambda tables: has_attention(tables.model))
+    yield EffectRule(
+        "model.positions",
+        decider,
+        # a table of positions is added to the embeddings
+        holds=lambda tables: has_attention(tables.model) or tables.model.positions == "learned",
+    )
+
+
+def _lacks_letters(model: ModelConfig, letters: str) -> bool:
+    """Return True if the model has a pattern of layers, and none of these kinds."""
+    return bool(model.hybrid_pattern) and not set(letters) & set(model.hybrid_pattern)
 
 
 def _window_rope_everywhere(model: ModelConfig) -> bool:
@@ -145,6 +175,18 @@ def _recomputes(tables: Tables) -> bool:
 
 
 EFFECT_RULES: tuple[EffectRule, ...] = (
+    *_attention_rules("model.hybrid_pattern", lambda model: not _lacks_letters(model, "*")),
+    *_attention_rules("model.delta_layers", lambda model: bool(model.attention_layers)),
+    EffectRule(
+        "model.mlp model.ffn",
+        "model.hybrid_pattern",
+        holds=lambda tables: not _lacks_letters(tables.model, "-E"),
+    ),
+    EffectRule(
+        "model.mlp_bias",
+        "model.hybrid_pattern",
+        holds=lambda tables: not _lacks_letters(tables.model, "-"),
+    ),
     EffectRule("model.qk_norm_over", "model.qk_norm"),
     EffectRule("optimizer.qk_clip_alpha", "optimizer.qk_clip"),
     EffectRule("model.rope_base", "model.positions", only_with="rope"),

@@ -41,7 +41,7 @@ optimizer.params.momentum                    number  optimizer.options
 scheduler.type                               text    lr.schedule
 scheduler.params.warmup_num_steps            whole   lr.warmup
 scheduler.params.warmup_max_lr               number  lr.peak
-scheduler.params.warmup_min_lr               number  lr.initial
+scheduler.params.warmup_min_lr               number  lr.initial lr.final
 scheduler.params.warmup_type                 text    lr.warmup
 scheduler.params.total_num_steps             whole   lr.length
 """

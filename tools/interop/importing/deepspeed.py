@@ -461,7 +461,11 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
         draft.problems.append(f"{length} ({config.place}) is missing, which DeepSpeed needs")
     elif kind == "WarmupDecayLR":
         config.put("lr.length", config.get(length), length)
-        config.put("lr.final", 0.0, origin="0, as WarmupDecayLR")
+        # the rate falls to where its warm-up began: min_lr + (max_lr - min_lr) * what is left
+        if config.get(initial):
+            config.put("lr.final", config.get(initial), initial)
+        else:
+            config.put("lr.final", 0.0, origin="0, as WarmupDecayLR")
     draft.notes.append(
         "DeepSpeed's schedules are one step behind: a step here has the rate of DeepSpeed's next "
         "step"

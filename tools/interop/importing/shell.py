@@ -25,6 +25,7 @@ from tools.interop.importing.shell_conditions import TESTS, chosen_body, decide
 from tools.interop.importing.shell_effects import (
     assignments_of,
     changes_own_arguments,
+    makes_read_only,
     may_end_elsewhere,
     name_before_sign,
     oddities_that_may_set,
@@ -363,15 +364,22 @@ class _Script:
             self.expander.raw_fields(command)
         elif all(ASSIGNMENT.match(word.text) for word in assignments):
             self._assign_all(name, assignments)
+            named = {name_before_sign(word) for word in command[1:]}
             if name == "export":
-                self.variables.exported |= {name_before_sign(word) for word in command[1:]}
+                self.variables.exported |= named
+            if makes_read_only(command):
+                self.variables.read_only |= named
         elif not self._is_followed(command):
             self.variables.distrust(written_of(command), command[0].place)
 
     def _assign_all(self, declared_by: str, assignments: Sequence[Token]) -> None:
         for word in assignments:
+            name = name_before_sign(word).rstrip("+")
+            if name in self.variables.read_only:
+                # a shell keeps the value and goes on, or ends
+                self.variables.unsure.setdefault(name, word.place)
             if declared_by == "local":
-                self.variables.make_local(name_before_sign(word).rstrip("+"))
+                self.variables.make_local(name)
             self.expander.assign(word)
 
     def _is_followed(self, command: Sequence[Token]) -> bool:

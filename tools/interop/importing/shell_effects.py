@@ -30,6 +30,15 @@ def _is_harmless_flag(word: Token) -> bool:
     return HARMLESS_FLAGS.fullmatch(word.text) is not None
 
 
+def makes_read_only(command: Sequence[Token]) -> bool:
+    """Return True for `readonly`, and for `declare` with its flag."""
+    name = command[0].text
+    declares = name in ("declare", "typeset")
+    return name == "readonly" or (
+        declares and any(_is_harmless_flag(word) and "r" in word.text for word in command[1:])
+    )
+
+
 def name_before_sign(word: Token) -> str:
     """Return what stands before the `=` of an assignment."""
     name, _, _ = word.text.partition("=")

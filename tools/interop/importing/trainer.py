@@ -56,6 +56,9 @@ NUMBERS: Mapping[str, Callable[[str], Any]] = {
     "adam_beta2": float,
     "adam_epsilon": float,
     "max_grad_norm": float,
+    "val_size": float,
+    "split_dataset_ratio": float,
+    "validation_split_percentage": float,
 }
 TEXTS = (
     "model_name_or_path",
@@ -84,6 +87,13 @@ dataset dataset_dir dataset_name dataset_config_name train_file validation_file 
 custom_dataset_info data_path max_samples max_train_samples template val_size
 validation_split_percentage split_dataset_ratio tokenizer_name tokenizer_name_or_path
 """
+# those of them that hold a part of the texts out, each with what all of them would be
+HOLD_OUTS = {"val_size": 1, "split_dataset_ratio": 1, "validation_split_percentage": 100}
+# what the Trainer's parser takes for a switch
+SWITCHES = {
+    **dict.fromkeys(("yes", "true", "t", "y", "1"), True),
+    **dict.fromkeys(("no", "false", "f", "n", "0"), False),
+}
 _UNUSED = """
 attn_impl cache_dir data_cache_dir data_seed dataset_num_proc ddp_find_unused_parameters
 ddp_timeout device_groups disable_tqdm do_eval do_train dtype eval_strategy evaluation_strategy
@@ -180,7 +190,7 @@ class TrainerArguments:
         is_open = name in ("output_dir", "seed") and one.unknown
         if is_unused or is_open:
             self.unused[name] = one.said
-        elif name in DATA_NAMES:  # the user says what becomes of them
+        elif name in DATA_NAMES and name not in HOLD_OUTS:  # the user says what becomes of them
             return
         elif one.unknown:
             self._refuse(one, one.unknown)
@@ -196,7 +206,7 @@ class TrainerArguments:
         elif name in NUMBERS:
             self._take_number(name, text, one)
         elif name in FLAGS:
-            self.values[name] = text.lower() == "true"
+            self._take_flag(name, text, one)
         elif name in TEXTS:
             self.values[name] = text
         elif text.lower() in OFF:
@@ -211,6 +221,12 @@ class TrainerArguments:
             self.values[name] = NUMBERS[name](text)
         except ValueError:
             self._refuse(one, "give a number")
+
+    def _take_flag(self, name: str, text: str, one: Given) -> None:
+        if text.lower() in SWITCHES:
+            self.values[name] = SWITCHES[text.lower()]
+        else:
+            self._refuse(one, "give true or false")
 
     def _refuse(self, one: Given, why: str) -> None:
         where = f" ({one.place})" if one.place else ""
@@ -357,6 +373,13 @@ def _add_warmup(settings: TrainerArguments) -> None:
         warmup = ceil(steps * warmup)
     elif warmup == int(warmup):
         warmup = int(warmup)
+    if warmup and settings.get("lr_scheduler_type") == "constant":
+        draft.notes.append(
+            f"{settings.origin(origin)}: --lr_scheduler_type constant has no warm-up, as in "
+            f"{TRAINER} (constant_with_warmup has one)"
+        )
+        warmup = 0
+        origin = "lr_scheduler_type"
     settings.put("lr.warmup", warmup, origin)
 
 
@@ -398,7 +421,9 @@ def _add_rest(settings: TrainerArguments) -> None:
             f"of {OPEN_SOURCE} give their prefix. Samples are train.seq_length tokens of all texts "
             "in a row, without padding"
         )
-    draft.put("data.held_out", 0.0, "evaluation has data of its own in these programs")
+    elif of_data:
+        draft.notes.append(f"{' '.join(of_data)}: the data that are given beside count instead")
+    _add_held_out(settings)
     if settings.get("gradient_checkpointing"):
         settings.put("parallel.recompute", "full", "gradient_checkpointing")
     if settings.get("output_dir"):
@@ -411,6 +436,22 @@ def _add_rest(settings: TrainerArguments) -> None:
     known = [one for one in trackers if one in ("tensorboard", "wandb")]
     if known:
         settings.put("log.to", known, "report_to")
+
+
+def _add_held_out(settings: TrainerArguments) -> None:
+    """Add the part of the texts that is held out; none where no argument says one."""
+    draft = settings.draft
+    for name, whole in HOLD_OUTS.items():
+        share = (settings.get(name) or 0) / whole
+        if 0 < share < 1:
+            settings.put("data.held_out", share, name)
+        elif share and draft.needs("data.held_out"):
+            draft.problems.append(
+                f"{settings.said[name]}: give data.held_out=0.1 beside, or another share of the "
+                "documents"
+            )
+    if not draft.given("data.held_out"):
+        draft.put("data.held_out", 0.0, "evaluation has data of its own in these programs")
 
 
 def _deepspeed(

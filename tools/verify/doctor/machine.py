@@ -17,6 +17,7 @@ from torch.distributed import is_nccl_available
 
 from megaprec.resources import cores
 from megaprec.tested_versions import installed_version, untested
+from parallel.described_world import read_number
 from tools.console.units import counted
 from tools.training.launched import share_of_cores
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
@@ -30,7 +31,7 @@ BUSY_SHARE = 0.05  # of a GPU's memory, used by others
 
 def facts(context: RankContext) -> Answer:
     """Return the versions, the device and the CPU threads of this rank."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_ranks = read_number("LOCAL_WORLD_SIZE", default="1")
     machine: Answer = {
         "megaprec": installed_version("megaprec") or "not installed",
         "torch": torch.__version__,

@@ -5,7 +5,6 @@ First comes what a rank can tell without the others; then the ranks meet, and wh
 is tried.
 """
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.comm.gloo_ports import making_gloo_group
+from parallel.described_world import read_number
 from parallel.joining import join
 from parallel.local_store import file_of_groups
 from parallel.loopback import within_machine
@@ -51,8 +51,8 @@ def take_part(request: DoctorRequest) -> tuple[RankContext, list[Finding], bool]
     Raises UserError if not all ranks join.
     """
     store, rank, size = join(seconds=JOIN_SECONDS)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = read_number("LOCAL_RANK", default="0")
+    local_size = read_number("LOCAL_WORLD_SIZE", default="1")
 
     gpus = torch.cuda.device_count()
     # GPUs only if there is one for each rank of this host.

@@ -45,10 +45,13 @@ class ComparedLayout:
         return self.parallel.ranks
 
 
-def requested_layouts(texts: Sequence[str], run_parallel: Parallel) -> list[dict[str, Any]]:
+def requested_layouts(
+    texts: Sequence[str], run_parallel: Parallel, option: str = "--layouts"
+) -> list[dict[str, Any]]:
     """Return the keys of [parallel] that each text names. Raises UserError with all problems.
 
-    run_parallel: the table of the run, of which a layout keeps the other keys.
+    run_parallel: the table of the run, of which a layout keeps the other keys. option: by which the
+    texts were given.
     """
     layouts: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -60,14 +63,17 @@ def requested_layouts(texts: Sequence[str], run_parallel: Parallel) -> list[dict
             given_name, _, key_value = assignment.partition("=")
             given_name = given_name.strip()
             axis_key = SHORT.get(given_name, given_name)
-            if axis_key in Parallel.model_fields:
+            if axis_key in parallel_keys:
+                problems.append(f'{option} "{layout_text}": {axis_key} is given twice')
+            elif axis_key in Parallel.model_fields:
                 parallel_keys[axis_key] = _parse_value(key_value.strip())
             else:
                 hint = did_you_mean(given_name, [*SHORT, *Parallel.model_fields])
-                problems.append(f'--layouts "{layout_text}": no such key "{given_name}"{hint}')
+                problems.append(f'{option} "{layout_text}": no such key "{given_name}"{hint}')
         # the other keys are those of the run, which may not fit these
         layouts.append(parallel_keys)
-        problems += _value_problems(layout_text, {**run_parallel.model_dump(), **parallel_keys})
+        table = run_parallel.model_dump() | parallel_keys
+        problems += [f'{option} "{layout_text}": {problem}' for problem in _value_problems(table)]
     if problems:
         raise UserError(*problems)
     return layouts
@@ -81,14 +87,15 @@ def _parse_value(value_text: str) -> Any:
         return value_text
 
 
-def _value_problems(layout_text: str, table: Mapping[str, Any]) -> Iterator[str]:
+def _value_problems(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the values of a table [parallel]: the key, and why."""
     try:
         Parallel.model_validate(table)
     except ValidationError as error:
         for problem in error.errors(include_url=False):
             if problem["type"] != "extra_forbidden":  # `requested_layouts` names unknown keys
                 message = problem["msg"].replace("Input should", "must")
-                yield f'--layouts "{layout_text}": {problem["loc"][0]}: {message}'
+                yield f"{problem['loc'][0]}: {message}"
 
 
 def every(max_ranks: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.durable import put_text
 from megaprec.optim.decision.step_report import SKIPPED
 from megaprec.tokens.places import is_remote
-from tools.config.run_file import SAVED, RunConfig
+from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
 from tools.console.units import counted
 from tools.journal.records import read_digests, read_metrics
@@ -88,7 +88,7 @@ class ProofRuns:
         run_folder = self.folder / run_name
         run_config = _ready(self.config, run_folder, self.folder / "data", last, parallel)
         file = self.folder / f"{run_name}.toml"
-        put_text(file, run_config.as_toml(SAVED))
+        put_text(file, run_config.resolved_text())
         _tell(f"{run_name}: to step {last}, {counted(run_config.world_size, 'rank')}")
         began = time.monotonic()
         # appended: a run is taken in several parts

@@ -68,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec compare`."""
     # a run may be named twice, as runs/* beside it does
-    args.runs = [*{folder.resolve(): folder for folder in reversed(args.runs)}.values()][::-1]
+    by_place = dict[Path, Path]()
+    for folder in args.runs:
+        by_place.setdefault(folder.resolve(), folder)
+    args.runs = [*by_place.values()]
     if args.output:
         _require_writable(args.output)
     elif args.over:

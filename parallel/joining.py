@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -105,8 +105,14 @@ def _connect(
     # also the time limit of requests to the store
     limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
+
+    def line() -> str:
+        place = f"{address}:{port}"
+        unknown = _why_unknown(address)
+        return f"{here} waits for the ranks' store at {place}{unknown and f' ({unknown})'}"
+
     try:
-        with _report_waiting(f"{here} waits for the ranks' store at {address}:{port}"):
+        with _report_waiting(line):
             return dist.TCPStore(
                 address,
                 port,
@@ -118,7 +124,7 @@ def _connect(
                 master_listen_fd=_listen_on_loopback(address, port) if hosts_store else None,
             )
     except (dist.DistError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = _why_unknown(address) or str(error).splitlines()[0]
         if hosts_store:
             raise UserError.of(
                 "parallel.port_not_opened", here=here, port=port, reason=reason
@@ -131,6 +137,16 @@ def _connect(
             seconds=seconds,
             reason=reason,
         ) from error
+
+
+def _why_unknown(address: str) -> str:
+    """Return why this machine does not know the first one by its address, "" if it does."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host's name"
+        return f"MASTER_ADDR {address}: {reason}"
+    return ""
 
 
 def _listen_on_loopback(address: str, port: int) -> int | None:
@@ -271,14 +287,15 @@ def _key(rank: int) -> str:
 
 
 @contextmanager
-def _report_waiting(line: str) -> Iterator[None]:
-    """Within the context, print `line` and the seconds every NEWS seconds."""
+def _report_waiting(line: Callable[[], str]) -> Iterator[None]:
+    """Within the context, print the line and the seconds every NEWS seconds."""
     over = Event()
     start = time.monotonic()
 
     def report() -> None:
         while not over.wait(NEWS):
-            print(f"{line}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
+            waited = time.monotonic() - start
+            print(f"{line()}: {waited:.0f} s so far", file=sys.stderr, flush=True)
 
     thread = Thread(target=report, daemon=True)
     thread.start()

@@ -85,6 +85,17 @@ def test_a_rank_that_cannot_reach_the_store_says_where_it_looks(
     )
 
 
+@pytest.mark.parametrize("address", ["no-such-machine.invalid", "a" * 64])
+def test_a_first_machine_whose_name_is_not_known_is_said(
+    address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "NEWS", 0.05)
+    world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29500"}
+    with pytest.raises(UserError, match=f"MASTER_ADDR {address}: "):
+        joining.join(world, seconds=1.0)
+    assert f"29500 (MASTER_ADDR {address}: " in capfd.readouterr().err
+
+
 def test_a_port_in_use_is_said() -> None:
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (problem,) = joined([0], 2, taken.port)

@@ -29,10 +29,10 @@ class Variables:
     places of names that what is not followed may set. unsure_all: that of what may set any variable
     later. absent: names that count as not set, by which a default or a condition was decided.
     given_unsure: True if the script changes its own arguments. given: these arguments, if another
-    script runs it with them. read_only: names that no later line can
-    give another value. exported: names that a script that it runs gets too.
-    functions: the bodies of those that are followed where they are called. of_calls: what the local
-    names of each call that is followed held before it. holes: what is not known.
+    script runs it with them. read_only: names that no later line can give another value.
+    exported: names that a script that it runs gets too. functions: the bodies of those that are
+    followed where they are called. of_calls: what the local names of each call that is followed
+    held before it. holes: what is not known.
     """
 
     def __init__(self, assumed: Mapping[str, str]) -> None:

@@ -124,6 +124,8 @@ def _add_systems(sources: Sources, arguments: Arguments, ranks: int | None) -> S
         _add_megatron(arguments, ranks)
     if made is not None:
         _put_own_keys(made, sources, draft)
+        if made.deepspeed:
+            sources.deepspeed[" and ".join(sources.names)] = made.deepspeed
     torchtitan = _add_torchtitan(sources, arguments, ranks)
     trainer = _add_trainer(sources, arguments, ranks)
     if (sources.accelerate or sources.trainer) and not sources.deepspeed:

@@ -223,3 +223,43 @@ def test_what_is_not_known_or_changes_the_run_is_refused_by_name(
 def test_tables_of_a_type_that_is_not_chosen_count_for_nothing(tmp_path: Path) -> None:
     content = DEEPSPEED | {"fsdp_config": {"fsdp_offload_params": True}}
     assert run_of(tmp_path, content, "train.global_batch=8").parallel.zero == 2
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_reduces_gradients_in_the_dtype_of_products(
+    version: int, half: str, tmp_path: Path
+) -> None:
+    """accelerate's FSDP plugin has one dtype for param_dtype and reduce_dtype."""
+    run = run_of(tmp_path, with_fsdp(version=version) | {"mixed_precision": half})
+    assert (run.precision.reduce, run.precision.gradients) == (half, "fp32")
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
+def test_the_scale_of_fp16_is_that_of_torchs_scaler(kind: str, tmp_path: Path) -> None:
+    """GradScalerKwargs of accelerate: the first overflow lowers the scale, 2000 steps raise it."""
+    content = {"distributed_type": kind, "num_processes": 4, "mixed_precision": "fp16"}
+    precision = run_of(tmp_path, content).precision
+    assert (precision.initial_scale, precision.growth_interval) == (2.0**16, 2000)
+    assert (precision.hysteresis, precision.min_scale) == (1, 2.0**-126)
+    assert (precision.growth_factor, precision.backoff_factor) == (2.0, 0.5)
+    assert precision.reduce == ("fp16" if kind == "FSDP" else "fp32")
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_deepspeed_has_gradients_in_the_precision_of_accelerate(half: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2})
+    )
+    named = DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    for content in (DEEPSPEED, named):
+        precision = run_of(
+            tmp_path, content | {"mixed_precision": half}, "train.global_batch=8"
+        ).precision
+        assert (precision.compute, precision.gradients, precision.reduce) == (half, half, half)
+        assert (precision.growth_interval, precision.hysteresis) == (1000, 2)
+
+
+def test_a_clipping_that_no_file_names_is_a_note(tmp_path: Path) -> None:
+    made = imported(written(tmp_path, FSDP2), keys=[*KEYS, BATCH])
+    assert any("optimizer.clip = 1.0" in note for note in made.notes)

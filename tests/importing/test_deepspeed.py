@@ -341,3 +341,71 @@ def test_newer_keys_that_change_numbers_are_refused(
     )
     said = refused(tmp_path, config)
     assert any(line in problem for problem in said), said
+
+
+WARMUP = {"warmup_num_steps": 9, "warmup_type": "linear", "total_num_steps": 90}
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+@pytest.mark.parametrize(
+    ("optimizer", "params", "peak"),
+    [
+        ({"lr": 3e-4}, {}, 3e-4),
+        ({"lr": 3e-4}, {"warmup_max_lr": 2e-3}, 2e-3),
+        ({}, {"warmup_max_lr": 2e-3}, 2e-3),
+        ({}, {}, 1e-3),
+    ],
+)
+def test_a_warmup_without_a_rate_leads_to_that_of_the_optimizer(
+    kind: str,
+    optimizer: dict[str, Any],
+    params: dict[str, Any],
+    peak: float,
+    tmp_path: Path,
+) -> None:
+    """As WarmupLR of DeepSpeed 0.19.6 takes it from the optimizer's groups."""
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "scheduler": {"type": kind, "params": WARMUP | params},
+    }
+    if kind == "WarmupLR":
+        del config["scheduler"]["params"]["total_num_steps"]  # type: ignore[index]
+    assert made(tmp_path, config).lr.peak == peak
+    notes = notes_of(tmp_path, config)
+    overruled = "optimizer.params.lr = 0.0003 (ds.json): scheduler.params.warmup_max_lr counts"
+    assert any(overruled in note for note in notes) == (len(optimizer) == len(params) == 1)
+    former = "scheduler.params.warmup_max_lr (ds.json) is left open"
+    assert any(former in note for note in notes) == (not params and bool(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "hysteresis"), [(0, 3, 1), (0, None, 1), (1, 3, 3), (2, None, 2)]
+)
+def test_without_zero_the_first_overflow_lowers_the_scale(
+    stage: int, given: int | None, hysteresis: int, tmp_path: Path
+) -> None:
+    """`FP16_Optimizer._update_scale` has no hysteresis; ZeRO's DynamicLossScaler has."""
+    fp16: dict[str, Any] = {"enabled": True}
+    if given is not None:
+        fp16["hysteresis"] = given
+    config = FULL | {"fp16": fp16, "zero_optimization": {"stage": stage}}
+    assert made(tmp_path, config).precision.hysteresis == hysteresis
+    said = "fp16.hysteresis = 3 (ds.json): no effect without ZeRO"
+    assert any(said in note for note in notes_of(tmp_path, config)) == (not stage and given == 3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_gradients_are_accumulated_in_the_dtype_of_the_model(
+    half: str, stage: int, tmp_path: Path
+) -> None:
+    """`get_data_types` of DeepSpeed 0.19.6, with ZeRO and without."""
+    config = {name: value for name, value in FULL.items() if name != "fp16"}
+    config |= {half: {"enabled": True}, "zero_optimization": {"stage": stage}}
+    precision = made(tmp_path, config).precision
+    assert (precision.gradients, precision.reduce) == (half, half)
+    notes = notes_of(tmp_path, config)
+    former = "data_types.grad_accum_dtype (ds.json) is left open"
+    assert any(former in note for note in notes) == (half == "bf16" and stage == 0)

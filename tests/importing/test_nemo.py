@@ -183,3 +183,18 @@ def test_the_vocabulary_is_asked_for(tmp_path: Path) -> None:
         imported(written(tmp_path, {}))
     (problem,) = caught.value.problems
     assert "model.vocab=N" in problem
+
+
+def test_without_a_schedule_the_rate_is_constant(tmp_path: Path) -> None:
+    """NeMo makes no scheduler without `sched`, and so no warm-up."""
+    values = yaml.safe_load(NEMO)
+    del values["model"]["optim"]["sched"]
+    path = tmp_path / "nemo.yaml"
+    run = tmp_path / "run.toml"
+    for sched in ({}, {"sched": None}):
+        values["model"]["optim"] |= sched
+        path.write_text(yaml.safe_dump(values))
+        run.write_text(imported(path, VOCAB).text)
+        config = load_run(run)
+        rates = {config.lr_schedule.at(step) for step in range(200)}
+        assert rates == {1e-3}

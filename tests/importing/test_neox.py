@@ -172,3 +172,60 @@ def test_a_name_that_is_refused_can_be_left_out(tmp_path: Path) -> None:
 def test_what_is_off_needs_no_meaning(tmp_path: Path) -> None:
     made = imported(tmp_path, {"some_new_name": False, "another": None, "adlr_autoresume": False})
     assert "some_new_name" not in made.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
+            "fp16.consecutive_hysteresis",
+        ),
+        ({"fp16": {"enabled": True, "type": "bfloat16"}}, "fp16.type"),
+        (
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "fp16": None},
+            "bf16.bf16_opti",
+        ),
+        ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
+        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "zero_optimiz"),
+    ],
+)
+def test_tables_of_deepspeed_are_read_as_deepspeeds(
+    changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(tmp_path, changes)
+    (line,) = caught.value.problems
+    assert line.startswith(said)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_deepspeed_decides_is_as_it_does_it(wide: bool, tmp_path: Path) -> None:
+    """Not as Megatron-LM, which ends a run at a gradient that is not finite."""
+    zero = {"stage": 1, "overlap_comm": True, "cpu_offload": True, "reduce_bucket_size": 5e6}
+    changes = {"fp16": None, "precision": "bfloat16", "zero_optimization": zero}
+    if wide:
+        changes["data_types"] = {"grad_accum_dtype": "fp32"}
+    config = run_of(imported(tmp_path, changes), tmp_path)
+    precision = config.precision
+    assert (precision.compute, precision.on_nonfinite) == ("bf16", "skip")
+    assert (precision.gradients, precision.reduce) == ("fp32" if wide else "bf16", "bf16")
+    parallel = config.parallel
+    assert (parallel.zero, parallel.overlap, parallel.bucket) == (True, True, 5_000_000)
+    assert config.optimizer.offload == "host"
+
+
+def test_the_tables_of_the_published_files_are_read(tmp_path: Path) -> None:
+    """Pythia's have a word of their own in the table of FP16, which DeepSpeed passes by."""
+    fp16 = {
+        "fp16": True,
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+    }
+    for stage, hysteresis in ((1, 3), (0, 1)):
+        changes = {"fp16": fp16, "zero_optimization": {"stage": stage}}
+        precision = run_of(imported(tmp_path, changes), tmp_path).precision
+        assert (precision.compute, precision.gradients, precision.reduce) == ("fp16",) * 3
+        assert (precision.growth_interval, precision.hysteresis) == (500, hysteresis)

@@ -271,3 +271,10 @@ def test_a_key_beside_answers_a_refusal(tmp_path: Path) -> None:
     without_ranks = str(written(tmp_path, {}))
     with pytest.raises(UserError, match="--ranks N"):
         imported(without_ranks, ranks=None)
+
+
+def test_first_weights_of_another_size_are_a_note(tmp_path: Path) -> None:
+    path = str(written(tmp_path, {}))
+    for keys, is_told in (([], True), (["train.init_from=there"], False)):
+        notes = imported(path, keys=keys).notes
+        assert any(note.startswith("first weights: ") for note in notes) == is_told

@@ -280,3 +280,46 @@ def test_defaults_are_those_of_transformers() -> None:
         assert default in (value, None), name
     names = {*trainer.NUMBERS, *trainer.FLAGS, "optim", "lr_scheduler_type", "output_dir"}
     assert names - {"max_length", "warmup_ratio", *trainer.HOLD_OUTS} <= theirs.keys()
+
+
+@pytest.mark.parametrize(("micro", "ranks", "batch"), [(1, 4, 16), (3, 4, 24), (8, 4, 32)])
+def test_swift_accumulates_to_sixteen_samples(
+    micro: int, ranks: int, batch: int, tmp_path: Path
+) -> None:
+    """ceil(16 / micro / ranks) micro-batches, where no argument says how many."""
+    path = tmp_path / "train.sh"
+    text = SWIFT.replace("--gradient_accumulation_steps $(expr 16 / 4)", "")
+    path.write_text(text.replace("batch_size 2", f"batch_size {micro}"))
+    made = imported(path, ranks)
+    assert f"\nglobal_batch = {batch} " in made.text
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("sharded", ["deepspeed", "named", "fsdp", "replicas"])
+def test_gradients_have_the_dtypes_of_what_the_trainer_starts(
+    sharded: str, half: str, tmp_path: Path
+) -> None:
+    """DeepSpeed's, FSDP's of accelerate, or those of FP32 weights under autocast."""
+    change: dict[str, object] = {"bf16": half == "bf16", "fp16": half == "fp16"}
+    auto = {"enabled": "auto"}
+    path = written(tmp_path, change)
+    (tmp_path / "conf" / "ds.json").write_text(json.dumps(AUTO | {"fp16": auto}))
+    if sharded != "deepspeed":
+        change["deepspeed"] = "zero2" if sharded == "named" else None
+        change["fsdp"] = "full_shard" if sharded == "fsdp" else None
+        path.write_text(yaml.safe_dump(FACTORY | change))
+    run = tmp_path / "run.toml"
+    made = imported(path, 4, ["model.preset=llama-demo"])
+    run.write_text("\n".join(_lines_without(made.text, "init_from")))
+    precision = load_run(run).precision
+    by_deepspeed = sharded in ("deepspeed", "named")
+    assert precision.compute == half
+    assert precision.gradients == (half if by_deepspeed else "fp32")
+    assert precision.reduce == ("fp32" if sharded == "replicas" else half)
+    if half == "fp16":
+        scale = (precision.growth_interval, precision.hysteresis)
+        assert scale == ((1000, 2) if by_deepspeed else (2000, 1))
+
+
+def _lines_without(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith(f"{name} = ")]

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megaprec.dialects.scaling import TorchGradScaler, torch_scaling
 from megaprec.errors import did_you_mean
 from tools.interop.arguments.accelerate import PERMITTED, READ, TABLES, UNUSED, WHY, class_of
 from tools.interop.importing.draft import Draft
@@ -197,9 +198,9 @@ def _add_deepspeed(config: AccelerateConfig, folder: Path) -> None:
         if problem:
             config.refuse(file_key, problem)
         elif content:
-            config.deepspeed[Path(str(named)).name] = content
+            config.deepspeed[Path(str(named)).name] = {**_half(config), **content}
         return
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = _half(config)
     for name, place in DEEPSPEEDS.items():
         value = config.values.get(f"{OF_DEEPSPEED}{name}")
         if value is None:
@@ -210,3 +211,28 @@ def _add_deepspeed(config: AccelerateConfig, folder: Path) -> None:
             table = table.setdefault(one, {})
         table[last] = value
     config.deepspeed[f"deepspeed_config of {config.place}"] = made
+
+
+def _half(config: AccelerateConfig) -> dict[str, Any]:
+    """Return the table of DeepSpeed's configuration that accelerate adds for mixed precision."""
+    dtype = config.draft.value("precision.compute")
+    return {dtype: {"enabled": True}} if dtype in ("bf16", "fp16") else {}
+
+
+def add_half_of_accelerate(draft: Draft) -> None:
+    """Add what accelerate, on which the Trainer is built, makes of 16 bits without DeepSpeed: the
+    loss scale of torch's scaler, and FSDP's gradients that are reduced in the dtype of products."""
+    compute = draft.value("precision.compute")
+    if compute not in ("bf16", "fp16"):
+        return
+    if draft.has_fsdp:
+        draft.put("precision.reduce", compute, "as FSDP of accelerate has it")
+    if compute == "fp16":
+        scaling = torch_scaling(TorchGradScaler())
+        for name, value in (
+            ("initial_scale", scaling.initial),
+            ("min_scale", scaling.minimum),
+            ("growth_interval", scaling.growth_interval),
+            ("hysteresis", scaling.hysteresis),
+        ):
+            draft.put(f"precision.{name}", value, "as torch's GradScaler has it")

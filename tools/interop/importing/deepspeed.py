@@ -29,7 +29,7 @@ from tools.interop.importing.draft import ASSUMED, DEEPSPEED, Draft
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 DTYPES |= {name: name for name in DTYPES.values()}
 # the defaults of its optimizers
-RATE = 1e-3
+RATE = 1e-3  # before June 2025 that of a warm-up even where the optimizer had one
 OPTIONS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 LION_BETAS = [0.9, 0.99]
 CLIP = 1.0  # the default of gradient_clipping
@@ -45,6 +45,7 @@ WHOLE = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 STAGE = "zero_optimization.stage"
+SUMS = "data_types.grad_accum_dtype"
 GROUP = "zero_optimization.mics_shard_size"
 BUCKET = "zero_optimization.reduce_bucket_size"
 OFFLOAD = "zero_optimization.offload_optimizer.device"
@@ -290,9 +291,12 @@ def _add_precision(config: DeepSpeedConfig) -> None:
         return
     is_open = config.origin(*names) == DEEPSPEED and "precision.compute" in draft.keys
     if is_open or "auto" in halves.values():
-        return
-    (compute,) = chosen or ["fp32"]
-    config.put("precision.compute", compute, *names)
+        if not draft.fills_auto or draft.value("precision.compute") is None:
+            return
+        compute = draft.value("precision.compute")
+    else:
+        (compute,) = chosen or ["fp32"]
+        config.put("precision.compute", compute, *names)
     config.put("precision.on_nonfinite", "skip", *names)
     _add_dtypes(config, compute)
     if compute == "fp16":
@@ -301,17 +305,21 @@ def _add_precision(config: DeepSpeedConfig) -> None:
 
 def _add_dtypes(config: DeepSpeedConfig, compute: str) -> None:
     """Add the dtypes in which gradients are accumulated and reduced."""
-    # gradients of BF16 are accumulated in FP32 without ZeRO
-    is_wide = compute == "bf16" and not config.get(STAGE, 0)
-    for key, name, default in (
-        ("precision.gradients", "data_types.grad_accum_dtype", "fp32" if is_wide else compute),
-        ("precision.reduce", "communication_data_type", compute),
+    for key, name in (
+        ("precision.gradients", SUMS),
+        ("precision.reduce", "communication_data_type"),
     ):
-        dtype = config.get(name, default)
+        dtype = config.get(name, compute)
         if dtype not in DTYPES:
             config.refuse(name, "the dtypes are fp32, fp16 and bf16")
         elif compute != "fp32":
             config.put(key, DTYPES[dtype], name)
+    is_open = SUMS not in config.leaves and config.draft.needs("precision.gradients")
+    if compute == "bf16" and config.get(STAGE, 0) == 0 and is_open:
+        config.draft.notes.append(
+            f"{SUMS} ({config.place}) is left open: bf16, as DeepSpeed has it without ZeRO since "
+            "August 2025; before, fp32 (precision.gradients=fp32)"
+        )
 
 
 def _add_scaling(config: DeepSpeedConfig) -> None:
@@ -327,11 +335,23 @@ def _add_scaling(config: DeepSpeedConfig) -> None:
     for key, value, name in (
         ("initial_scale", 2.0**power, "initial_scale_power"),
         ("growth_interval", config.get("fp16.loss_scale_window", 1000), "loss_scale_window"),
-        ("hysteresis", config.get("fp16.hysteresis", 2), "hysteresis"),
+        ("hysteresis", _hysteresis(config), "hysteresis"),
         ("min_scale", float(config.get("fp16.min_loss_scale", 1)), "min_loss_scale"),
         ("hysteresis_refill", "growth", "hysteresis"),
     ):
         config.put(f"precision.{key}", value, f"fp16.{name}")
+
+
+def _hysteresis(config: DeepSpeedConfig) -> int:
+    """Return how many overflows lower the scale: with ZeRO those of the file, without it one."""
+    name = "fp16.hysteresis"
+    if config.get(STAGE, 0):
+        return config.get(name, 2)
+    if config.get(name, 1) != 1:
+        config.draft.notes.append(
+            f"{config.origin(name)} ({config.place}): no effect without ZeRO, as in DeepSpeed"
+        )
+    return 1
 
 
 def _add_zero(config: DeepSpeedConfig) -> None:
@@ -449,8 +469,7 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
             f"{params}.warmup_type ({config.place}): warm-up is linear here, but {origin} is not: "
             "write linear, or give lr.warmup=N beside the file"
         )
-    peak = f"{params}.warmup_max_lr"
-    config.put("lr.peak", config.get(peak, RATE), peak)
+    _add_peak_of_warmup(config)
     config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")
     config.put("lr.warmup", warmup, f"{params}.warmup_num_steps")
     initial = f"{params}.warmup_min_lr"
@@ -470,3 +489,24 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
         "DeepSpeed's schedules are one step behind: a step here has the rate of DeepSpeed's next "
         "step"
     )
+
+
+def _add_peak_of_warmup(config: DeepSpeedConfig) -> None:
+    """Add the rate that a warm-up leads to: the optimizer's where the schedule has none."""
+    name = "scheduler.params.warmup_max_lr"
+    of_optimizer = "optimizer.params.lr"
+    has_own = of_optimizer in config.leaves
+    if name not in config.leaves and has_own:
+        config.put("lr.peak", config.get(of_optimizer), of_optimizer)
+        if config.draft.needs("lr.peak"):
+            config.draft.notes.append(
+                f"{name} ({config.place}) is left open: that of {of_optimizer}, as DeepSpeed does "
+                f"since June 2025; before, it was {RATE} (lr.peak={RATE})"
+            )
+        return
+    peak = config.get(name, RATE)
+    config.put("lr.peak", peak, name)
+    if has_own and peak not in ("auto", config.get(of_optimizer)):
+        config.draft.notes.append(
+            f"{config.origin(of_optimizer)} ({config.place}): {name} counts, as in DeepSpeed"
+        )

@@ -29,6 +29,7 @@ class Draft:
     problems: lines for the user; with one there is no run file.
     missing: what is not there, which counts if there are no other problems.
     fills_auto: a program fills in what DeepSpeed's configuration leaves "auto".
+    has_fsdp: FSDP shards what is trained, as accelerate sets it up.
     """
 
     settled: Mapping[str, Setting] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Draft:
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     fills_auto: bool = False
+    has_fsdp: bool = False
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set a key."""

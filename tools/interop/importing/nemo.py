@@ -93,7 +93,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "trainer.accumulate_grad_batches": (1,),
 }
 _READ = """
-model.window_size exp_manager.explicit_log_dir
+model.window_size model.optim.sched exp_manager.explicit_log_dir
 exp_manager.checkpoint_callback_params.every_n_train_steps model.activation model.bias
 model.bias_activation_fusion model.bias_gelu_fusion model.data.data_prefix model.data.seq_length
 model.ffn_hidden_size model.make_vocab_size_divisible_by model.normalization
@@ -246,7 +246,11 @@ def _add_optimizer(made: Renamed) -> None:
 
 def _add_rate(made: Renamed) -> None:
     """Add NeMo's CosineAnnealing, which ends with constant_steps at the least rate. Without them
-    the first step of its warm-up has the rate peak / (warmup + 1), otherwise 0."""
+    the first step of its warm-up has the rate peak / (warmup + 1), otherwise 0. Without a schedule
+    the rate is constant."""
+    if not any(name.startswith("model.optim.sched.") for name in made.values):
+        made.give("lr_decay_style", "constant")
+        return
     steps = made.whole("trainer.max_steps", None)
     constant = made.whole("model.optim.sched.constant_steps", 0) or 0
     warmup = made.whole("model.optim.sched.warmup_steps", None)

@@ -48,6 +48,8 @@ NORMS = {
     "rmsnorm": ("RMSNorm", "rms_norm_epsilon"),
 }
 EPSILONS = {"layernorm_epsilon": 1e-5, "rms_norm_epsilon": 1e-8}
+OF_DEEPSPEED = ("zero_optimization", "fp16", "bf16", "data_types")
+"""Tables that DeepSpeed reads by itself."""
 DTYPES = {"fp32": "", "fp16": "fp16", "bfloat16": "bf16"}
 # names whose value must be one of these
 ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -130,9 +132,6 @@ def _add_layout(made: Renamed, ranks: int | None) -> None:
     pipeline = made.whole("pipe_parallel_size", 0) or 1
     made.give("tensor_model_parallel_size", tensor)
     made.give("pipeline_model_parallel_size", pipeline)
-    zero = made.table("zero_optimization").get("stage", 0)
-    if zero:
-        made.keys["parallel.zero"] = zero
     replicas = ranks // (tensor * pipeline) if ranks else None
     _add_batch(made, replicas)
     kept = made.whole("keep_last_n_checkpoints", None)
@@ -316,32 +315,20 @@ def _add_rate(made: Renamed) -> None:
 
 
 def _add_precision(made: Renamed) -> None:
-    """Add the dtype and the loss scale, whose defaults are those of DeepSpeed."""
-    half = made.table("fp16")
-    brain = made.table("bf16")
+    """Add the dtype, and keep the tables that are DeepSpeed's, with its defaults."""
+    tables = {name: dict(made.table(name)) for name in OF_DEEPSPEED}
     dtype = made.choice("precision", "fp32", DTYPES)
-    if half.get("enabled"):
+    for half in ("fp16", "bf16"):
+        # Pythia's files have the name once more in the table, where DeepSpeed does not know it
+        tables[half].pop(half, None)
+    if tables["fp16"].get("enabled"):
         dtype = "fp16"
-    elif brain.get("enabled"):
+    elif tables["bf16"].get("enabled"):
         dtype = "bf16"
     if dtype:
         made.give(dtype, True)
-    if dtype == "bf16":
-        # of DeepSpeed's gradients, which Megatron-LM would have in FP32
-        wide = made.table("data_types").get("grad_accum_dtype") == "fp32"
-        made.keys["precision.gradients"] = "fp32" if wide else "bf16"
-    if dtype != "fp16":
-        return
-    if half.get("loss_scale"):
-        made.give("loss_scale", half["loss_scale"])
-    power = half.get("initial_scale_power", 16)
-    if isinstance(power, int) and 0 <= power <= 64:
-        made.give("initial_loss_scale", 2**power)
-    else:
-        made.refuse("fp16", f"initial_scale_power = {power!r}: give a power of two, at most 64")
-    made.give("loss_scale_window", half.get("loss_scale_window", 1000))
-    made.give("hysteresis", half.get("hysteresis", 2))
-    made.give("min_loss_scale", half.get("min_loss_scale", 1))
+        tables[dtype]["enabled"] = True
+    made.deepspeed = tables
 
 
 def _add_data(made: Renamed) -> None:

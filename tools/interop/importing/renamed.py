@@ -32,7 +32,7 @@ class Renamed:
 
     values: as they are given. arguments: of Megatron-LM. keys: of a run file, for what these cannot
     say. ranks: that the settings say. asked: a key of a run file -> why the settings do not give
-    it. unused: settings that change no number.
+    it. unused: settings that change no number. deepspeed: what DeepSpeed reads by itself.
     """
 
     def __init__(self, system: str, values: Mapping[str, Any]) -> None:
@@ -42,6 +42,7 @@ class Renamed:
         self.keys: dict[str, Any] = {}
         self.asked: dict[str, str] = {}
         self.unused: dict[str, str] = {}
+        self.deepspeed: dict[str, Any] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.ranks: int | None = None

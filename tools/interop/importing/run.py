@@ -17,7 +17,7 @@ from tools.config.tables.native_keys import native_keys_of
 from tools.console.toml import Setting, toml
 from tools.interop.foreign.read import read_foreign
 from tools.interop.foreign.whose import OF_NEMO, OF_NEOX
-from tools.interop.importing.accelerate import add_accelerate
+from tools.interop.importing.accelerate import add_accelerate, add_half_of_accelerate
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.deepspeed import add_deepspeed
 from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft
@@ -124,8 +124,12 @@ def _add_systems(sources: Sources, arguments: Arguments, ranks: int | None) -> S
         _add_megatron(arguments, ranks)
     if made is not None:
         _put_own_keys(made, sources, draft)
+        if made.deepspeed:
+            sources.deepspeed[" and ".join(sources.names)] = made.deepspeed
     torchtitan = _add_torchtitan(sources, arguments, ranks)
     trainer = _add_trainer(sources, arguments, ranks)
+    if (sources.accelerate or sources.trainer) and not sources.deepspeed:
+        add_half_of_accelerate(draft)
     deepspeed = _add_deepspeed(sources, draft, ranks)
     return (accelerate, torchtitan, trainer, deepspeed)
 
@@ -257,7 +261,7 @@ def _surely_missing(draft: Draft) -> Iterator[str]:
 
 def _add_defaults(draft: Draft) -> None:
     """State our defaults that stand in for an optimizer, a schedule and data that no file names."""
-    keys = ["lr.peak", "optimizer.name", "optimizer.weight_decay"]
+    keys = ["lr.peak", "optimizer.name", "optimizer.weight_decay", "optimizer.clip"]
     if draft.value("optimizer.name", "adamw") == "adamw":
         keys += ["optimizer.betas", "optimizer.eps"]
     if draft.value("lr.schedule") is None:

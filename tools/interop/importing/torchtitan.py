@@ -187,7 +187,9 @@ def _add_model(settings: TitanSettings) -> None:
     flavor = settings.get("model.flavor")
     if name == "qwen3" and flavor in QWEN3:
         settings.put("model.preset", f"qwen3-{flavor.lower()}", "model.name", "model.flavor")
+        _note_first_weights(settings)
         return
+    _note_first_weights(settings)
     is_given = any(not draft.needs(key) for key in ("model.preset", "train.init_from"))
     if is_given or any(key.startswith("model.") for key in draft.settled):
         return
@@ -197,6 +199,17 @@ def _add_model(settings: TitanSettings) -> None:
         f"{settings.origin('model.name', 'model.flavor')}: the model is in torchtitan's code: give "
         f"{which}, or train.init_from=FOLDER"
     )
+
+
+def _note_first_weights(settings: TitanSettings) -> None:
+    """Note that weights begin with other numbers, unless they come from a checkpoint."""
+    draft = settings.draft
+    if draft.needs("train.init_from") and draft.needs("model.init"):
+        draft.notes.append(
+            "first weights: torchtitan draws its embedding with standard deviation 1, its head "
+            "with hidden^-0.5 and the outputs of layer n with 0.02 / sqrt(2 n); here they have "
+            "model.init_std, and model.init has others"
+        )
 
 
 def _add_layout(settings: TitanSettings, ranks: int | None) -> None:

@@ -136,6 +136,7 @@ OF_PROGRAM: Mapping[str, Mapping[str, Any]] = {
     LLAMA_FACTORY: {"max_length": 2048},
     SWIFT: {
         "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": None,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "cosine",
         "weight_decay": 0.1,
@@ -145,6 +146,7 @@ OF_PROGRAM: Mapping[str, Mapping[str, Any]] = {
         "bf16": True,
     },
 }
+LEAST_BATCH = 16  # samples, of ms-swift where it chooses the accumulation
 STAGE = re.compile(r"(?:zero|z)([0-3])\Z")
 OFF = ("false", "none", "null", "no", "")
 
@@ -322,11 +324,11 @@ def _add_length(settings: TrainerArguments, ranks: int | None) -> None:
             "beside gives them"
         )
     micro = settings.get("per_device_train_batch_size")
-    times = settings.get("gradient_accumulation_steps")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     settings.put("train.micro_batch", micro, names[0])
     replicas = draft.value("parallel.data", ranks)
     if isinstance(replicas, int):
+        times = settings.get("gradient_accumulation_steps") or _times(micro, replicas)
         settings.put("train.global_batch", micro * times * replicas, *names)
         draft.put("parallel.data", replicas, "ranks")
     elif draft.needs("train.global_batch"):
@@ -334,6 +336,12 @@ def _add_length(settings: TrainerArguments, ranks: int | None) -> None:
             f"{settings.origin(*names)}: the batch depends on the number of ranks: give --ranks N"
         )
     settings.put("train.seed", settings.get("seed"), "seed")
+
+
+def _times(micro: int, replicas: int) -> int:
+    """Return how many micro-batches ms-swift accumulates by default: those of its least batch."""
+    samples = max(1, micro * replicas)
+    return ceil(LEAST_BATCH / samples)
 
 
 def _add_rate(settings: TrainerArguments) -> None:

@@ -44,6 +44,7 @@ def add_fsdp(draft: Draft, said: str, text: str, config: Mapping[str, Any]) -> l
 
     said: how they were given. text: the value of `--fsdp`.
     """
+    draft.has_fsdp = True
     words = re.findall(r"\w+", text.lower())
     strategies = [word for word in words if word in STRATEGIES]
     for word in words:

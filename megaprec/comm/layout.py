@@ -129,6 +129,15 @@ class Part:
         remaining = self.shape[self.dim] - self.start
         return self._with_length(min(self.padded[self.dim], remaining))
 
+    @property
+    def has_inner_padding(self) -> bool:
+        """Return True if some slice has padding that is not behind all of its elements: slices are
+        read as runs of elements."""
+        if self.dim is None:
+            return False
+        has_padding = self.shape[self.dim] % self.shards > 0
+        return has_padding and prod(self.shape[: self.dim]) > 1
+
     def take(self, whole: Tensor) -> Tensor:
         """Return this slice of the logical tensor `whole` (a view)."""
         if self.dim is None:
@@ -197,8 +206,13 @@ class Layout:
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes
-    disagree, or if heads do not divide the rows."""
+    disagree, if heads do not divide the rows, or if padding would lie between elements."""
     for part in layout.parts:
+        if part.has_inner_padding:
+            raise ValueError(
+                f"{part.name}: dim {part.dim} of {part.shape} does not divide by its {part.shards} "
+                "slices: only those of the first dim may be of different lengths"
+            )
         if part.heads > 1 and part.shape[0] % part.heads:
             raise ValueError(
                 f"{part.name}: {part.shape[0]} rows cannot be shared out evenly among "

@@ -185,6 +185,18 @@ def test_one_update_is_torchs_adamw_in_float64() -> None:
     torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1e-13, atol=1e-14)
 
 
+def test_a_divisor_beyond_fp32_divides_as_two_smaller_ones_do() -> None:
+    gradient = torch.full((256,), 2.0**100)
+    updated: list[list[Tensor]] = []
+    for values, divisor in ((gradient, 2.0**140), (gradient * 2.0**-100, 2.0**40)):
+        weights, exp_avg, exp_avg_sq = torch.ones(256), torch.zeros(256), torch.zeros(256)
+        numbers = adamw_numbers(RULE, step_of(1, divisor))
+        adamw_(None, values, weights, exp_avg, exp_avg_sq, *numbers, RULE.betas, RULE.eps)
+        updated.append([weights, exp_avg, exp_avg_sq])
+    for beyond, within in zip(*updated, strict=True):
+        torch.testing.assert_close(beyond, within, rtol=1e-6, atol=0.0)
+
+
 def step_of(number: int, divisor: float = 1.0, skip: float = 0.0) -> Step:
     return Step(
         lr=0.01,

@@ -18,7 +18,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.rules.update_rules import SGD, AdamW
-from megaprec.precision.plan import plan
+from megaprec.precision.plan import LossScaling, plan
 from tests.given import declare
 from tests.logical import INF, SHAPES, Case, Result, Tensors, gradient, initial, results
 from tests.refusals import raises, sentence
@@ -325,3 +325,45 @@ def test_a_nonfinite_step_moves_neither_averages_nor_scalars() -> None:
         {"step": 2.0, "mu_product": earlier.numbers["rule"]["mu_product"]}
     )
     assert INF not in earlier.numbers["rule"].values()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD plain", "Adagrad", "Lion", "Muon"])
+@pytest.mark.parametrize("canonical", [False, True])
+def test_clipping_is_right_where_scale_and_clip_make_a_divisor_beyond_fp32(
+    name: str, canonical: bool
+) -> None:
+    """Gradients of 0.5 have a norm of 4: 2**126 times 4 / 0.25 is more than FP32 holds."""
+    plain, scaled = (one_clipped_step(name, scale, canonical) for scale in (1.0, 2.0**126))
+    assert plain.keys() == scaled.keys()
+    for kind, values in plain.items():
+        assert values.count_nonzero() == values.numel()
+        torch.testing.assert_close(scaled[kind], values, rtol=1e-6, atol=0.0)
+
+
+def one_clipped_step(name: str, scale: float, canonical: bool) -> dict[str, Tensor]:
+    """Weights and moments after a step of a matrix of zeros."""
+    model = nn.Linear(8, 8, bias=False)
+    nn.init.zeros_(model.weight)
+    attach_whole(model)
+    others: dict[str, tuple[str, dict[str, Any]]] = {
+        "Lion": ("lion", {}),
+        "Muon": ("muon", {"by_adamw": []}),
+        "Adagrad": ("Adagrad", {}),
+    }
+    kind, options = others.get(name) or RULES[name]
+    optimizer = ParallelAMPOptimizer(
+        [model],
+        plan("fp32", LossScaling("constant", scale)),
+        rule=rule(kind, options),
+        clip=0.25,
+        weight_decay=0.0,
+        average=False,
+        canonical=canonical,
+    )
+    (model.weight.sum() * 0.5 * optimizer.scale).backward()
+    loss = torch.zeros(1)
+    if canonical:
+        optimizer.end_microbatch(0, 1)
+    report = optimizer.step(lr=1.0, loss=loss if canonical else loss[0])
+    assert report.outcome == "applied" and report.grad_norm == pytest.approx(4.0)
+    return optimizer.state_dict()["tensors"]

@@ -60,9 +60,11 @@ def adamw_(
     weights: None if the masters are the weights. numbers, skip: as in `AdamWNumbers`.
     """
     dtype = masters.dtype
-    # a divisor may be too large for FP32
-    divisor, decay, rate, root = numbers.clamp(max=torch.finfo(dtype).max).to(dtype).unbind()
-    gradient = grads.to(dtype) / divisor
+    # a divisor may be too large for FP32: what is beyond it divides once more, and is 1 otherwise
+    largest = torch.finfo(dtype).max
+    further = (numbers[0] / largest).clamp(min=1).to(dtype)
+    divisor, decay, rate, root = numbers.clamp(max=largest).to(dtype).unbind()
+    gradient = grads.to(dtype) / divisor / further
     average = exp_avg + (gradient - exp_avg) * (1 - betas[0])
     squares = exp_avg_sq + (gradient * gradient - exp_avg_sq) * (1 - betas[1])
     # never negative but on trial, with random numbers

@@ -75,7 +75,7 @@ class TorchRule:
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         if bool(step.skip):
             return
-        grads.div_(step.divisor)
+        grads = step.divided(grads)
         before = self._state_before(state, is_first=int(step.steps) == 1)
         after = self._step_once(weights, grads, before, step.lr, step.weight_decay)
         for name, values in zip(self.names, state, strict=True):

@@ -26,6 +26,7 @@ from megaprec.optim.names_elsewhere import RULE
 from megaprec.torch_private import fused_adamw_, fused_sgd_
 
 _CLAIMED = "_has_optimizer"  # attribute of a rule
+_FP32_MAX = torch.finfo(torch.float32).max
 VECTOR = 64  # elements: a multiple of every vector and of every unrolled loop over vectors
 
 
@@ -54,8 +55,37 @@ class Step:
 
     @cached_property
     def kernel_divisor(self) -> Tensor:
-        """Return `divisor` as fused kernels read it, in FP32."""
-        return self.divisor.clamp(max=torch.finfo(torch.float32).max).float()
+        """Return `divisor` as fused kernels read it, in FP32: its largest number for a larger
+        one."""
+        return self.divisor.clamp(max=_FP32_MAX).float()
+
+    @cached_property
+    def further_divisor(self) -> Tensor:
+        """Return, in FP32, by what gradients are divided beside `kernel_divisor`: 1, but where a
+        large scale and much clipping make a divisor that FP32 does not hold."""
+        return (self.divisor / _FP32_MAX).clamp(min=1).float()
+
+    def divided(self, grads: Tensor) -> Tensor:
+        """Return gradients divided by `divisor`."""
+        if grads.dtype == torch.float64:
+            return grads / self.divisor
+        return self._divide_further_(grads / self.kernel_divisor)
+
+    def divide_before_kernel_(self, grads: Tensor) -> None:
+        """Divide FP32 gradients in place by what a fused kernel's divisor leaves out, unless the
+        step is skipped: they are then searched for what was not finite.
+
+        Not on a GPU, where it would read and write all gradients in each step, because the host
+        does not know the divisor: no clipped gradient is above 1 there, which may be too much.
+        """
+        if grads.device.type == "cpu" and self.skip == 0:
+            self._divide_further_(grads)
+
+    def _divide_further_(self, grads: Tensor) -> Tensor:
+        # the host of a CPU has the number, and saves a pass
+        if grads.device.type == "cpu" and self.further_divisor == 1:
+            return grads
+        return grads.div_(self.further_divisor)
 
 
 class UpdateRule(Protocol):
@@ -203,7 +233,7 @@ class Lion(Stateless, NamedArguments):
         of_step, of_momentum = self.betas
         applied = step.skip == 0
         # torch.where also keeps what is not finite in a skipped step out of the momentum
-        divided = torch.where(applied, grads / step.divisor, 0.0)
+        divided = torch.where(applied, step.divided(grads), 0.0)
         direction = torch.lerp(divided, momentum, of_step).sign_()
         moved = weights * (1 - step.lr * step.weight_decay)
         moved.sub_(direction, alpha=step.lr)
@@ -229,9 +259,10 @@ def _kernel_divisor(grads: Tensor, step: Step) -> Tensor | None:
     """Return the divisor for a fused kernel, or None if this function has divided the gradients.
 
     A fused kernel reads the divisor in FP32. FP64 gradients need more precision and are divided
-    here.
+    here, and FP32 gradients by what is beyond FP32.
     """
     if grads.dtype != torch.float64:
+        step.divide_before_kernel_(grads)
         return step.kernel_divisor
     # a skipped step leaves them as they are: they are then searched for what was not finite
     grads.div_(torch.where(step.skip == 0, step.divisor, 1.0))

@@ -201,7 +201,7 @@ class MatrixUpdates:
         iteration. Nothing changes if `step.skip` is 1."""
         momentum = self.rule.momentum
         (average,) = tile.wide_moments()
-        gradients = tile.wide_gradients() / step.divisor
+        gradients = step.divided(tile.wide_gradients())
         weighted_gradients = gradients.mul_(1 - momentum)
         new_average = (average * momentum).add_(weighted_gradients)
         direction = new_average

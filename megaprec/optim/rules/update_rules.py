@@ -65,6 +65,11 @@ class Step:
         large scale and much clipping make a divisor that FP32 does not hold."""
         return (self.divisor / _FP32_MAX).clamp(min=1).float()
 
+    @cached_property
+    def _further_on_host(self) -> float:
+        """Return `further_divisor`, read by the host, which waits for it on a GPU."""
+        return max(1.0, float(self.divisor) / _FP32_MAX)
+
     def divided(self, grads: Tensor) -> Tensor:
         """Return gradients divided by `divisor`."""
         if grads.dtype == torch.float64:
@@ -78,12 +83,12 @@ class Step:
         Not on a GPU, where it would read and write all gradients in each step, because the host
         does not know the divisor: no clipped gradient is above 1 there, which may be too much.
         """
-        if grads.device.type == "cpu" and self.skip == 0:
-            self._divide_further_(grads)
+        if grads.device.type == "cpu" and self._further_on_host > 1 and self.skip == 0:
+            grads.div_(self.further_divisor)
 
     def _divide_further_(self, grads: Tensor) -> Tensor:
         # the host of a CPU has the number, and saves a pass
-        if grads.device.type == "cpu" and self.further_divisor == 1:
+        if grads.device.type == "cpu" and self._further_on_host == 1:
             return grads
         return grads.div_(self.further_divisor)
 

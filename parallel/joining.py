@@ -107,9 +107,9 @@ def _connect(
     here = f"rank {rank} on {socket.gethostname()}"
 
     def line() -> str:
-        place = f"{address}:{port}"
+        waits = f"{here} waits for the ranks' store at {address}:{port}"
         unknown = _why_unknown(address)
-        return f"{here} waits for the ranks' store at {place}{unknown and f' ({unknown})'}"
+        return f"{waits} ({unknown})" if unknown else waits
 
     try:
         with _report_waiting(line):

@@ -893,8 +893,10 @@ def test_a_run_that_was_written_down_is_refused_if_it_is_cut_short_and_may_be_ed
     run = load_run(None, MINIMAL)
     saved = run.save_resolved(tmp_path)
     lines = saved.read_text().splitlines(keepends=True)
-    for number in range(1, len(lines)):
-        saved.write_text("".join(lines[:number]))
+    heads = [lines[0][:length] for length in range(1, len(lines[0]))]
+    halves = ["".join(lines[:number]) for number in range(1, len(lines))]
+    for text in (*heads, *halves):
+        saved.write_text(text)
         with raises("config.run_file_cut", path=saved):
             load_run(saved, MINIMAL)
     saved.write_text("".join(lines).replace("seed = 1234", "seed = 5") + "\n# of my own\n")

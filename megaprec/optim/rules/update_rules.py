@@ -68,7 +68,7 @@ class Step:
     @cached_property
     def _further_on_host(self) -> float:
         """Return `further_divisor`, read by the host, which waits for it on a GPU."""
-        return max(1.0, float(self.divisor) / _FP32_MAX)
+        return float(self.further_divisor)
 
     def divided(self, grads: Tensor) -> Tensor:
         """Return gradients divided by `divisor`."""

@@ -49,7 +49,8 @@ def compiled(call: LeafCall) -> Callable[..., Any]:
 
 
 def trial_difference(call: LeafCall, compiled_form: Callable[..., Any]) -> str:
-    """Return in words how a compiled form differs from its leaf on trial, "" if it does not."""
+    """Return in words how the results of a compiled form differ from those of its leaf on random
+    numbers, "" if by rounding only."""
     tensors = call.example_tensors()
     # copies, because a leaf may write to its arguments
     arguments = map(copied, tensors)
@@ -116,7 +117,10 @@ def _rounds_as_well(
     plain: Tensor,
     exact: Tensor,
 ) -> bool:
-    """Return True if a compiled result is about as close to the exact one as the plain one is."""
+    """Return True if a compiled result is about as close to the exact one as the plain one is.
+
+    Results that are not of floating point must be equal. exact: of float64.
+    """
     if not plain.dtype.is_floating_point:
         return torch.equal(computed, plain)
     if not exact.numel():
@@ -125,7 +129,7 @@ def _rounds_as_well(
     error = (computed.double() - exact).abs()
     is_fp8 = plain.dtype.itemsize == 1
     if is_fp8:
-        # a number that lies just where the rounding turns moves by a whole step
+        # a number near the middle of two codes may be rounded to either: off by a step at most
         info = torch.finfo(plain.dtype)
         smallest_step = info.tiny * info.eps
         steps = (exact.abs() * info.eps).clamp(min=smallest_step)

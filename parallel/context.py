@@ -75,6 +75,7 @@ class Context:
     async_tensor: bool = False
 
     def __post_init__(self) -> None:
+        """Raise the errors that the docstring of the class lists."""
         self._require_types()
         # the recipe stands in both, and the caller may have changed one
         if self.plan.fp8 != self.fp8.recipe:
@@ -119,24 +120,26 @@ class Context:
             raise UserError(*problems)
 
     def products(self, weight: nn.Parameter) -> GemmProvider:
-        """Return the provider of the matrix products with a layer's weight [n, k].
+        """Return what computes the matrix products with a layer's weight [n, k]: in FP8, or in the
+        plan's dtype of products if the layer has no product in FP8.
 
-        Their results are activations. A layer calls this once, while it is built: the weight is
-        registered with `fp8` unless it stays in FP32, and marked if it is stored in FP8.
+        The results are activations. A layer calls this once, while it is built. If the plan has
+        FP8, the weight is registered with `fp8` unless it stays in FP32, and marked if it is stored
+        in FP8. Raises UserError if the layer's products cannot be in NVFP4, which the plan asks
+        for.
         """
         parts = layout_of(weight).parts
         name = parts[0].name
         wide = Gemm(self.plan.compute_dtype(name), self.plan.compute, self.plan.tf32)
-        # no product of this layer is in FP8
         if self.fp8.recipe is None or self.plan.keeps_fp32(name):
             return wide
-        layer = self.fp8.register(parts)
+        eligibility = self.fp8.register(parts)
         # not every layer can compute in FP8, for instance because of its sizes
-        if layer.fallback_reason:
+        if eligibility.fallback_reason:
             return wide
         codes = None  # of the weight, if it is stored in FP8
         if self.fp8.recipe.parameters:
-            codes = FP8Param(self.fp8, layer)
+            codes = FP8Param(self.fp8, eligibility)
             mark_fp8(weight, codes)
         rounding = None
         if self.fp8.recipe.scales.four_bits:
@@ -144,7 +147,7 @@ class Context:
             rounding = Rounding(self.seed, name, _global_row_ranges(parts))
         return FP8Gemm(
             state=self.fp8,
-            eligibility=layer,
+            eligibility=eligibility,
             cut=parts[0].dim,
             wide=wide,
             tp=self.tp,
@@ -154,8 +157,8 @@ class Context:
         )
 
     def _require_nvfp4(self, parts: Sequence[Part]) -> None:
-        """Raise UserError if ranks would quantize other numbers of these weights than one
-        process."""
+        """Raise UserError if ranks would quantize these weights to other numbers than one process
+        does."""
         name = parts[0].name
         if self.cp.size > 1:
             raise UserError.of("parallel.nvfp4_context", size=self.cp.size)
@@ -167,8 +170,9 @@ class Context:
             raise UserError.of("parallel.nvfp4_copies", name=name, copies=copies)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
-        """Return the products of an output head.
+        """Return what computes the matrix products of an output head.
 
+        name: the logical name of its weight. grad_scale: the factor of the gradient of its weight.
         Logits stay in the dtype of the products; a head is never in FP8.
         """
         dtype = self.plan.compute_dtype(name)

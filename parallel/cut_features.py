@@ -184,16 +184,19 @@ Rule = Callable[[CutCall], TensorCutOf]
 
 
 def _follow(call: CutCall) -> Any:
-    """Return the result of a call, with its cut."""
+    """Run a call with a tensor that is cut, and return its result; tensors in it are marked as cut.
+
+    Raises UserError, before the function has run, if a rule refuses the call.
+    """
     name = call.name
-    rule = RULES.get(name)
-    if rule is None and _is_elementwise(name):
-        rule = _elementwise_rule
     if name in ("shape", "size"):
         return _sizes_with_cut(call)
     # a bool, from which nothing is computed
     if name in COMPARISONS:
         return _run(call)
+    rule = RULES.get(name)
+    if rule is None and _is_elementwise(name):
+        rule = _elementwise_rule
     # before the function runs: one that writes in place has then changed nothing if it is refused
     cut_of = rule(call) if rule is not None else None
     result = _run(call)
@@ -212,9 +215,10 @@ def _has_tensors(values: Any) -> bool:
 
 
 def _run(call: CutCall) -> Any:
-    """Return the result of the call.
+    """Run the function of a call, and return its result.
 
-    Raises UserError if sizes do not fit, which those of all features might.
+    An error of torch becomes a UserError that says what a slice has to do with it: sizes that the
+    code names may fit all features, and not a slice of them.
     """
     try:
         return call.func(*call.args, **call.kwargs)
@@ -280,10 +284,13 @@ MORE_ELEMENTWISE = (
 
 
 def _is_elementwise(name: str) -> bool:
+    """Return True if the function of this name computes element by element, as far as it is
+    known."""
     if name.startswith("__") and name.endswith("__"):
         operator = name.strip("_")
+        without_prefix = operator[1:]  # "add" of __radd__ and __iadd__
         operators = PYTHON_OPERATORS.split()
-        return operator in operators or operator[1:] in operators  # __radd__, __iadd__
+        return operator in operators or without_prefix in operators
     if name in MORE_ELEMENTWISE.split():
         return True
     pointwise = _pointwise_names()
@@ -291,8 +298,11 @@ def _is_elementwise(name: str) -> bool:
 
 
 def _elementwise_rule(call: CutCall) -> TensorCutOf:
-    """Operands are aligned from the last dimension: all are cut along one of them, or have no size
-    there."""
+    """The rule of functions of several tensors, element by element.
+
+    Operands are aligned from the last dimension: all are cut along the same one, or are the same
+    for all features there.
+    """
     # the number of this rank's features is not that of one process
     for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, CutSize):
@@ -387,7 +397,8 @@ def _name_of(x: Tensor) -> str:
 def _is_copied(x: Tensor) -> bool:
     """Return True if `x` was computed from the result of `parallel.copy` alone."""
     node: Any = x.grad_fn
-    # up the graph, as long as each result has one input only: of several, one may not be copied
+    # Up the graph as long as a result has one input with a gradient only: of several, one may not
+    # be a copy.
     while node is not None and node.name() != "_CopyBackward":
         inputs = [function for function, _ in node.next_functions if function is not None]
         node = inputs[0] if len(inputs) == 1 else None
@@ -395,52 +406,58 @@ def _is_copied(x: Tensor) -> bool:
 
 
 def _view_rule(call: CutCall) -> TensorCutOf:
-    """A view that is not told sizes: a transposition, a selection. Strides show where the cut
-    dimension goes."""
+    """The rule of views that are not told sizes, such as a transposition or a selection.
+
+    The function is called with a probe: a tensor of the same shape without memory, in which the cut
+    dimension alone has a stride. The strides of the result show where that dimension is.
+    """
     x = call.first_cut()
     cut = x.cut
     if x is not call.args[0]:
         raise call.refuse("is indexed by features that are cut")
     if _has_tensors((call.args[1:], call.kwargs)):
         raise call.refuse("selects by a tensor")
-    # a tensor without memory, in which only the cut dimension has this stride
     strides = [0] * x.dim()
     strides[cut.dim] = MOVED_STRIDE
     probe = torch.empty_strided(tuple(x.shape), strides, device="meta")
-    dims = []
+    dims_of_views: list[int] = []  # the cut dimension in each tensor that is returned
     for view in tensors(call.func(probe, *call.args[1:], **call.kwargs)):
-        cut_dims = [dim for dim, stride in enumerate(view.stride()) if stride == MOVED_STRIDE]
-        is_whole = bool(cut_dims) and view.shape[cut_dims[-1]] == x.shape[cut.dim]
+        with_stride = [dim for dim, stride in enumerate(view.stride()) if stride == MOVED_STRIDE]
+        has_all = bool(with_stride) and view.shape[with_stride[-1]] == x.shape[cut.dim]
         # only the cut dimension has a stride: an offset is a part of it that begins later
-        if not is_whole or view.storage_offset() != 0:
+        if not has_all or view.storage_offset() != 0:
             raise call.refuse("takes a part of the features, which is another part on one process")
-        dims.append(cut_dims[-1])
-    if len(set(dims)) > 1:
+        dims_of_views.append(with_stride[-1])
+    if len(set(dims_of_views)) > 1:
         raise call.refuse("puts the features into different dimensions")
-    return lambda _: replace(cut, dim=dims[0])
+    return lambda _: replace(cut, dim=dims_of_views[0])
 
 
 def _reshape_rule(call: CutCall) -> TensorCutOf:
-    """A reshape. The slices must stay slices: what is cut is the outermost of the dimensions it is
-    merged with."""
+    """The rule of reshapes, in which the slices must stay slices.
+
+    Of [s, b, features of this rank] each index (s, b) has one slice. In the result [s, b, heads,
+    width] the slices begin at the dimension `heads`, which is then the cut one. In the result
+    [s, b * features] they begin within a dimension (`_merged_cut`).
+    """
     x = call.first_cut()
     cut = x.cut
-    slice_count = prod(x.shape[: cut.dim]) * cut.outer  # slices in x, one for each index before
-    size = x.shape[cut.dim] // cut.outer
+    slice_count = prod(x.shape[: cut.dim]) * cut.outer  # one slice for each index before the cut
+    size = x.shape[cut.dim] // cut.outer  # of a slice along the cut dimension
     open_dims = _open_dims(call)
 
     def cut_of(y: Tensor) -> TensorCut:
-        # Elements keep their order, so the slices begin at the dimensions before which there are as
-        # many indices as there are slices: one, and neighbours of size 1.
+        # Elements keep their order. So a slice begins at a dimension of y before which there are as
+        # many indices as there are slices: at one, or at several if those between have the size 1.
         counts_before = [prod(y.shape[:dim]) for dim in range(y.dim() + 1)]
         starts = [dim for dim in range(y.dim()) if counts_before[dim] == slice_count]
         if not starts:
             return _merged_cut(call, y, counts_before, slice_count, size)
         open_in_result = {dim % y.dim() for dim in open_dims}  # a negative one counts from the end
         dim = _start_of_slices(y, starts, open_in_result, size)
+        # The cut dimension of x became the dimensions `dim` to `end` of y. If it was the last one
+        # of x, dimensions of size 1 at the end of y were split from it too.
         end = y.dim()
-        # After the last dimension of x there is nothing: dimensions of size 1 at the end of y were
-        # split from the features too.
         if cut.dim < x.dim() - 1:
             end = dim + 1
             while end < y.dim() and counts_before[end] < slice_count * size:
@@ -463,19 +480,25 @@ def _start_of_slices(
     open_dims: set[int],
     size: int,
 ) -> int:
-    """Return the cut dimension of `y` among those at which a slice can begin.
+    """Return the cut dimension of the result `y` of a reshape.
 
-    All but the last of `starts` have size 1. One of them may be the number of heads of this rank,
-    if it was left open, or if the last one is not the size of the slice.
+    starts: the dimensions at which a slice can begin; all but the last have the size 1. One of size
+        1 may be the number of heads of this rank: if it was left open, or if the last one has not
+        the size of the slice.
+    open_dims: the dimensions of y whose size was left open.
+    size: that of a slice along the cut dimension before.
     """
-    ones = [dim for dim in starts if y.shape[dim] == 1]
-    open_ones = [dim for dim in ones if dim in open_dims]
-    if open_ones:
-        return open_ones[0]
-    if ones and y.shape[starts[-1]] != size:
-        return ones[0]
-    longer = [dim for dim in starts if y.shape[dim] != 1]
-    return (longer or starts)[0]
+    dims_of_size_1 = [dim for dim in starts if y.shape[dim] == 1]
+    for dim in dims_of_size_1:
+        if dim in open_dims:
+            return dim
+    last = starts[-1]
+    if dims_of_size_1 and y.shape[last] != size:
+        return dims_of_size_1[0]
+    for dim in starts:
+        if y.shape[dim] != 1:
+            return dim
+    return starts[0]
 
 
 def _merged_cut(
@@ -485,9 +508,11 @@ def _merged_cut(
     slice_count: int,
     size: int,
 ) -> TensorCut:
-    """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads
-    with samples.
+    """Return the cut of `y`, the result of a reshape that has merged the cut dimension with those
+    before it, as heads with samples.
 
+    counts_before: the number of indices before each dimension of y.
+    slice_count: the number of slices. size: of a slice along the cut dimension.
     Raises UserError if it was merged with dimensions after it too.
     """
     dim = max(dim for dim in range(y.dim()) if counts_before[dim] < slice_count)
@@ -498,9 +523,10 @@ def _merged_cut(
 
 
 def _open_dims(call: CutCall) -> list[int]:
-    """Return the dimensions whose size was left open or computed from that of the cut dimension.
+    """Return the dimensions of a reshape's result whose size the call leaves open (-1), or has
+    computed from that of the cut dimension.
 
-    For `flatten` and `reshape_as` there are none; for `unflatten` they are counted in the result.
+    Numbers may be negative, counted from the end. `flatten` and `reshape_as` leave none open.
     """
     sizes = call.argument(1, "shape", call.argument(1, "size"))
     first_dim = 0
@@ -532,8 +558,11 @@ def _dims_argument(
 
 
 def _along_dim_rule(position: int, default: Any = None) -> Rule:
-    """A function that combines the elements along a dimension, and keeps the shape but for this
-    dimension."""
+    """Return the rule of functions that combine the elements along a dimension, such as softmax,
+    and keep the shape but for this dimension.
+
+    position: of the argument `dim`. default: its value if the call has none.
+    """
 
     def rule(call: CutCall) -> TensorCutOf:
         x = call.first_cut()
@@ -546,7 +575,8 @@ def _along_dim_rule(position: int, default: Any = None) -> Rule:
 
 
 def _reduction_rule(position: int = 1) -> Rule:
-    """A function that removes dimensions, or keeps them with the size 1."""
+    """Return the rule of functions that remove dimensions, such as sum, or keep them with the size
+    1. position: of the argument `dim`."""
 
     def rule(call: CutCall) -> TensorCutOf:
         x = call.first_cut()
@@ -587,7 +617,7 @@ def _matmul_rule(call: CutCall) -> TensorCutOf:
         left, right = right, left
     if left.dim() < 2 or right.dim() < 2:
         raise call.refuse("multiplies by a vector")
-    # 1 are columns, 2 are rows, more are batches; 0 is not cut
+    # Counted from the last dimension: 1 are columns, 2 are rows, more are batches; 0: not cut.
     left_cut = _cut_from_last(left)
     right_cut = _cut_from_last(right)
     if left_cut == 1 or right_cut == 2:
@@ -702,7 +732,7 @@ def _stack_rule(call: CutCall) -> TensorCutOf:
 
 
 def _require_cut_alike(call: CutCall, operands: Iterable[Tensor]) -> None:
-    """Raise UserError unless the tensors, which have as many dimensions, are cut along the same."""
+    """Raise UserError unless the tensors, all of as many dimensions, are cut along the same one."""
     first = call.first_cut()
     for x in operands:
         if isinstance(x, CutTensor):

@@ -24,10 +24,10 @@ PORT_COUNT = 10000
 
 
 def is_rank_of_world(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if something else started this process as a rank.
+    """Return True if a launcher started this process as a rank, False if it runs by itself.
 
-    Raises UserError if the variables are incomplete, or those of a launcher that does not set
-    torch's.
+    Raises UserError if torch's variables (WORLD) are there in part, or if a launcher started
+    several processes without setting them.
     """
     described = {**environ, **slurm_environment(environ)}
     missing = [name for name in WORLD if not described.get(name)]
@@ -57,8 +57,8 @@ def _counts_several(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def require_consistent(environ: Mapping[str, str]) -> None:
-    """Raise UserError if a described world has numbers that cannot be, or that contradict
-    Slurm's."""
+    """Raise UserError if a described world has numbers that cannot be, or that contradict those of
+    Slurm. Nothing is checked of a world that torch's variables do not describe."""
     if not all(environ.get(name) for name in WORLD):
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -122,13 +122,14 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def lone_task(environ: Mapping[str, str]) -> str:
-    """Return a line for the case that this is a task of a Slurm step and no other task has
-    started; "" if it is none.
+    """Return a line to print if no other task of this process's Slurm step joins; "" if the process
+    is no task of a step.
 
     In a shell on a node the variables describe the step of the shell: its tasks are not ranks of
-    our command.
+    our command, and will never join.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    # under torchrun ranks are no tasks
     is_task = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ.get("WORLD_SIZE")
     if not is_task or environ.get("SLURM_PROCID") != environ.get("RANK"):
         return ""
@@ -142,6 +143,8 @@ def lone_task(environ: Mapping[str, str]) -> str:
 def waits_for_a_person(environ: Mapping[str, str], terminal: bool) -> bool:
     """Return True if a person waits for a lone task of a Slurm step (`lone_task`): it runs in a
     shell that Slurm has opened, or reads from a terminal.
+
+    terminal: the process reads from a terminal.
     """
     return (
         terminal
@@ -155,15 +158,21 @@ def _port_of_job(environ: Mapping[str, str]) -> str:
 
 
 def _first_node(nodes: str) -> str:
-    """Return the first of Slurm's list: "rack0n05" of "rack[0-1]n[05-09,12],login"."""
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", nodes)
-    if first is None:
+    """Return the first name of Slurm's list of nodes: "rack0n05" of "rack[0-1]n[05-09,12],login".
+
+    Raises UserError for what is no such list.
+    """
+    # up to the first comma that is not within brackets
+    first_entry = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", nodes)
+    if first_entry is None:
         raise UserError.of("parallel.slurm_node_list", nodes=nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+    # of each range in brackets its first number
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first_entry.group())
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> str:
-    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it."""
+    """Return the number of tasks of the Slurm step on this node as text, "" if Slurm does not state
+    it. Raises UserError for a list that is malformed."""
     stated = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not re.fullmatch(r"(\d+(\(x\d+\))?(,|$))*", stated):
         raise UserError.of("parallel.slurm_tasks_per_node", stated=stated)
@@ -182,8 +191,8 @@ def read_number(
     environ: Mapping[str, str] = os.environ,
     default: str = "",
 ) -> int:
-    """Return the number that a launcher's variable states, `default` for one that is not set, or
-    set to nothing. Raises UserError for what is none."""
+    """Return the whole number that a launcher's variable states; that of `default` for one that is
+    not set or empty. Raises UserError for text that is no number of at most nine digits."""
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):
         raise UserError.of("parallel.launcher_number", name=name, text=text)

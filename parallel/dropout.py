@@ -37,10 +37,11 @@ class MicrobatchInfo:
 
 
 def note_microbatch(fp8: FP8State, microbatch: MicrobatchInfo | None) -> None:
-    """Tell the products in NVFP4 which micro-batch the layers after this compute, for the
-    stochastic rounding of its gradients. microbatch: None in evaluation."""
+    """Set `fp8.microbatch` to the micro-batch that the layers compute from now on: the random
+    numbers by which products in NVFP4 round gradients depend on it. microbatch: None in
+    evaluation."""
     fp8.microbatch = None
-    # no other kind needs it, and it would be kept
+    # other kinds of FP8 scales do not read it, and it would keep a tensor alive
     if microbatch is not None and fp8.recipe is not None and fp8.recipe.scales.four_bits:
         fp8.microbatch = Microbatch(microbatch.step, microbatch.samples[0])
 
@@ -123,6 +124,10 @@ def _drop(
     microbatch: MicrobatchInfo,
     coordinates: tuple[Tensor, ...],
 ) -> Tensor:
+    """Apply dropout to x, by random numbers that depend on seed, step, name and coordinates.
+
+    coordinates: int64 [n] of each of x's dimensions.
+    """
     random_key = key(context.seed, microbatch.step, name)
     return _Dropout.apply(x, probability, random_key, context.leaves, *coordinates)
 
@@ -167,8 +172,9 @@ def _dropout(
 ) -> tuple[Tensor, Tensor]:
     """Return x after dropout, and True where an element is kept."""
     index = torch.zeros((), dtype=torch.int64, device=x.device)
-    # One dimension at a time, each mixed into the bits of those before: unlike a running number of
-    # the element, the result does not depend on their sizes.
+    # One dimension after the other, each mixed into the bits of those before. So the numbers depend
+    # on an element's coordinates, and not on the sizes of the dimensions, as its position in memory
+    # does.
     for coordinate in coordinates:
         index = bits(random_key, index).unsqueeze(-1) + coordinate
     mask = keep(random_key, index, 1 - probability)

@@ -39,7 +39,8 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
         # norms of this project round to the dtype of products, whatever their input has
         norm_dtype = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
 
-        # a default binds the dtype of this part: the loop goes on with other ones
+        # `norm_dtype` is a default argument, so that the function keeps that of this part: the loop
+        # goes on to others
         def output_dtype(
             input_dtype: torch.dtype | None, norm_dtype: torch.dtype | None = norm_dtype
         ) -> torch.dtype:
@@ -49,7 +50,8 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
 
 
 def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
-    """Convert one module, without its submodules."""
+    """Make one module, without its submodules, compute in the sensitive dtype: replace its context
+    and what computes its products, cast its buffers, and mark its weights as not in FP8."""
     for name, value in list(vars(module).items()):
         if isinstance(value, Context):
             setattr(module, name, value.in_fp32())

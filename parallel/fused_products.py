@@ -47,10 +47,12 @@ def _gather_product(
     tp: Axis,
     keeps_gathered: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    call, _ = fused_products(shard.device.type)
-    # a call is one for the host: on a CPU its product counts as a wait too
+    """Return the all-gathered shards, None unless `keeps_gathered`, and their product with
+    `matrix`, by torch's fused all-gather and product."""
+    all_gather_and_multiply, _ = fused_products(shard.device.type)
+    # Transfer and product are one call, so on a CPU the product counts as a wait too.
     with waiting():
-        gathered, (product,) = call(
+        gathered, (product,) = all_gather_and_multiply(
             shard.contiguous(), [matrix], 0, _group_name(tp), return_A=keeps_gathered
         )
     return gathered, product
@@ -61,9 +63,9 @@ def sum_of_products(x: Tensor, matrix: Tensor, tp: Axis) -> Tensor:
 
     x: [size * n, ..., k]. matrix: [k, m].
     """
-    _, call = fused_products(x.device.type)
+    _, multiply_and_reduce_scatter = fused_products(x.device.type)
     with waiting():
-        return call(x, matrix, "sum", 0, _group_name(tp))
+        return multiply_and_reduce_scatter(x, matrix, "sum", 0, _group_name(tp))
 
 
 def _group_name(tp: Axis) -> str:
@@ -77,7 +79,7 @@ def async_tensor_problems(
     sequence: bool,
     canonical: bool,
 ) -> list[Problem]:
-    """Return the reasons why no product of a run can be fused with its transfers.
+    """Return the reasons why no product of a run can be fused with its transfers; none if some can.
 
     ranks: of tp. sequence: sequence parallelism is asked for. canonical: the sums of virtual ranks
         have one order in every layout.
@@ -113,10 +115,11 @@ def require_fused_products(mesh: DeviceMesh | None, device: torch.device) -> Non
 
 
 def _hindrance(tp: Axis, device: torch.device) -> str:
-    """Return why fused products of small numbers cannot be computed or are wrong; "" if they are
-    right."""
+    """Return why fused products of small matrices cannot be computed or are wrong; "" if they are
+    right. Collective over tp."""
     rank_numbers = torch.arange(1.0, tp.size + 1, device=device)
-    whole = rank_numbers.repeat_interleave(_ROWS).unsqueeze(1).repeat(1, _FEATURES)
+    number_of_row = rank_numbers.repeat_interleave(_ROWS).unsqueeze(1)
+    whole = number_of_row.repeat(1, _FEATURES)  # the shard of rank r is full of r + 1
     shard = tp.chunk(whole)
     matrix = torch.eye(_FEATURES, device=device)
     try:

@@ -48,9 +48,9 @@ def join(
 
     environment: describes the world. Without torchrun's variables it is this process alone.
     seconds: the time limit; 0: JOIN.
-    over_gloo: the ranks will meet over gloo.
+    over_gloo: the ranks will communicate over gloo.
     Raises UserError on every rank that has joined if others have not within the time limit; for
-    variables that describe no world; and over gloo if a rank would name the others an address that
+    variables that describe no world; and over gloo if a rank would tell the others an address that
     only its own machine reaches.
     """
     seconds = seconds or JOIN
@@ -63,24 +63,13 @@ def join(
         store = LocalStore(Path(environment[STORE]), timedelta(seconds=seconds))
     else:
         store = _connect(environment, rank, size, seconds)
-    # says that this rank is there, and where
+    # tells rank 0 that this rank is there, and where
     seat = Seat.of_this_process()
     store.set(_key(rank), json.dumps(asdict(seat)))
     if rank == 0:
-        ends_alone = waits_for_a_person(environment, _reads_a_terminal())
-        problem = _wait_for_ranks(
-            store,
-            size,
-            seconds,
-            lone_task(environment),
-            ends_alone,
-        )
-        if not problem:
-            seats = _read_seats(store, range(size))
-            problem = _unreachable(seats) if over_gloo else ""
-            store.set(ONE_MACHINE, "yes" if _on_one_machine(seats) else "no")
+        problem = _decide_outcome(store, size, seconds, environment, over_gloo)
         store.set(OUTCOME, problem)
-        # the store ends with this process
+        # the store ends with this process, and the others are to read why
         if problem:
             time.sleep(PARTING)
     else:
@@ -92,27 +81,58 @@ def join(
     return store, rank, size
 
 
+def _decide_outcome(
+    store: dist.Store,
+    size: int,
+    seconds: float,
+    environment: Mapping[str, str],
+    over_gloo: bool,
+) -> str:
+    """Wait on rank 0 for all ranks, and note in the store whether they are on one machine. Return
+    the reason why they cannot work together, "" if they can.
+
+    The arguments are those of `join`; size: the number of ranks.
+    """
+    ends_alone = waits_for_a_person(environment, _reads_a_terminal())
+    problem = _wait_for_ranks(
+        store,
+        size,
+        seconds,
+        alone_line=lone_task(environment),
+        ends_alone=ends_alone,
+    )
+    if problem:
+        return problem
+    seats = _read_seats(store, range(size))
+    store.set(ONE_MACHINE, "yes" if _on_one_machine(seats) else "no")
+    return _unreachable(seats) if over_gloo else ""
+
+
 def _connect(
     environment: Mapping[str, str],
     rank: int,
     size: int,
     seconds: float,
 ) -> dist.Store:
-    """Return torch's store, which this rank has if it is rank 0 and torchrun's agent has none."""
+    """Return a connection to torch's store at MASTER_ADDR and MASTER_PORT. Rank 0 hosts the store
+    itself, unless torchrun's agent does.
+
+    seconds: the time limit of the connection and of each request. Raises UserError if the store
+    cannot be opened or reached.
+    """
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
     hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # also the time limit of requests to the store
     limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
 
-    def line() -> str:
+    def waiting_line() -> str:
         waits = f"{here} waits for the ranks' store at {address}:{port}"
         unknown = _why_unknown(address)
         return f"{waits} ({unknown})" if unknown else waits
 
     try:
-        with _report_waiting(line):
+        with _report_waiting(waiting_line):
             return dist.TCPStore(
                 address,
                 port,
@@ -140,7 +160,8 @@ def _connect(
 
 
 def _why_unknown(address: str) -> str:
-    """Return why this machine does not know the first one by its address, "" if it does."""
+    """Return why this machine cannot resolve the address of the first one, MASTER_ADDR; "" if it
+    can."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -150,18 +171,20 @@ def _why_unknown(address: str) -> str:
 
 
 def _listen_on_loopback(address: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens at a loopback address; None for any other
-    address.
+    """Return the file descriptor of a socket that listens at a loopback address, for torch's store;
+    None for any other address.
 
-    torch's store would listen on all interfaces, although no rank on another machine can mean it.
+    By itself torch's store would listen on all interfaces, although no rank on another machine
+    reaches a loopback address.
     """
     try:
-        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, *_, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except OSError:
         return None
-    if not ip_address(place[0]).is_loopback:
+    host, *_ = socket_address
+    if not ip_address(host).is_loopback:
         return None
-    return socket.create_server(place, family=family).detach()
+    return socket.create_server(socket_address, family=family).detach()
 
 
 @dataclass(frozen=True)
@@ -197,16 +220,17 @@ def _network_id(host: str) -> str:
 def _address_of(host: str) -> str:
     """Return the address that torch gives gloo without GLOO_SOCKET_IFNAME.
 
-    It is the first usable address of the host's name; a loopback address if there is none.
+    It is the first address of the host's name to which a socket can be bound; a loopback address if
+    there is none.
     """
     try:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return LOOPBACK
-    for family, kind, protocol, _, address in candidates:
+    for family, kind, protocol, _, socket_address in candidates:
         with suppress(OSError), socket.socket(family, kind, protocol) as trial:
-            trial.bind(address)
-            return str(address[0])
+            trial.bind(socket_address)
+            return str(socket_address[0])
     return LOOPBACK
 
 
@@ -215,7 +239,8 @@ def _on_one_machine(seats: Sequence[Seat]) -> bool:
 
 
 def _unreachable(seats: Sequence[Seat]) -> str:
-    """Return why ranks on several machines would not reach each other, "" if they may."""
+    """Return why ranks could not reach each other over gloo, "" if they may: they are on several
+    machines, and one would tell the others a loopback address."""
     if _on_one_machine(seats):
         return ""
     for seat in seats:
@@ -239,9 +264,11 @@ def _wait_for_ranks(
     alone_line: str = "",
     ends_alone: bool = False,
 ) -> str:
-    """Wait for all ranks. Return the reason why some are missing, "" if none is.
+    """Wait on rank 0 until all ranks are in the store, and print news of it. Return the reason why
+    some are missing, "" if none is.
 
-    alone_line: a line for the case that no other rank has joined after ALONE seconds.
+    seconds: the time limit.
+    alone_line: a line for the case that no other rank has joined after ALONE seconds; "": none.
     ends_alone: that line is then the reason; otherwise it is printed, and waiting goes on.
     """
     start = time.monotonic()
@@ -254,7 +281,7 @@ def _wait_for_ranks(
                 return alone_line
             print(f"{alone_line} (waiting goes on)", file=sys.stderr, flush=True)
             alone_line = ""  # printed once
-        line = f"{_count_missing(missing, size)} not joined"
+        line = f"{_count_missing(missing, size)} not joined"  # "ranks 1, 2 of 4 have not joined"
         if waited > seconds:
             joined = [rank for rank in range(size) if rank not in missing]
             hosts = sorted({seat.host for seat in _read_seats(store, joined)})

@@ -36,7 +36,8 @@ class Rows:
 
     shards: the number of slices over tp, if it is smaller than the number of ranks (key/value
         heads); None: one slice per rank.
-    heads: that it projects to, whose rows lie one head after the other; 1: its rows belong to none.
+    heads: the number of heads that it projects to, whose rows lie one head after the other; 1: its
+        rows belong to no heads.
     """
 
     name: str
@@ -89,26 +90,23 @@ class ColumnParallelLinear(nn.Module):
                     f"{matrix.name}: {matrix.rows} output features do not divide by tensor = "
                     f"{tp.size}"
                 )
-            weight_shape = (matrix.rows, input_size)
-            weight_parts.append(
-                Part.cut(
-                    f"{matrix.name}.weight",
-                    weight_shape,
-                    0,
-                    tp,
-                    matrix.shards,
-                    matrix.heads,
-                )
+            weight_part = Part.cut(
+                f"{matrix.name}.weight",
+                (matrix.rows, input_size),
+                dim=0,
+                tp=tp,
+                shards=matrix.shards,
+                heads=matrix.heads,
             )
-            bias_parts.append(
-                Part.cut(
-                    f"{matrix.name}.bias",
-                    (matrix.rows,),
-                    0,
-                    tp,
-                    matrix.shards,
-                )
+            bias_part = Part.cut(
+                f"{matrix.name}.bias",
+                (matrix.rows,),
+                dim=0,
+                tp=tp,
+                shards=matrix.shards,
             )
+            weight_parts.append(weight_part)
+            bias_parts.append(bias_part)
         # partial: ranks that hold the same key/value heads each have the gradient from their own
         # query heads; of a slice that one rank holds it is whole
         self.weight = parameter(context, weight_parts, std, partial=True)
@@ -161,12 +159,13 @@ class RowParallelLinear(nn.Module):
             raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
         self.context = context
         self.input_is_parallel = input_is_parallel
-        parts = [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)]
-        self.weight = parameter(context, parts, std)
+        shape = (output_size, input_size)
+        weight_part = Part.cut(f"{name}.weight", shape, dim=1, tp=context.tp)
+        self.weight = parameter(context, [weight_part], std)
         self.products = context.products(self.weight)
         self.bias = None
         if bias:
-            replicated = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
+            replicated = Part.cut(f"{name}.bias", (output_size,), dim=None, tp=context.tp)
             # under sequence parallelism a rank adds it to its own tokens only
             self.bias = parameter(context, [replicated], 0.0, partial=context.cut_sequence)
 
@@ -211,7 +210,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        self.part = Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)
+        self.part = Part.cut(f"{name}.weight", (vocab, hidden), dim=0, tp=context.tp)
         self.weight = parameter(context, [self.part], std, tied=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -284,11 +283,11 @@ class Lookup(torch.autograd.Function):
             total = begin_cleared(ctx.weight)
         else:
             total = torch.zeros_like(ctx.weight)
-        # the rank that holds the row adds to it
+        # ids of other ranks have looked up row 0, which must not get their gradients
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
-        rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
-        add_rows_(total, ids.reshape(-1), rows)
+        grad_rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
+        add_rows_(total, ids.reshape(-1), grad_rows)
         return None, None if target is Destination.MAIN else total, None, None, None
 
 
@@ -301,17 +300,19 @@ def parameter(
     mean: float = 0.0,
     again: bool = False,
 ) -> nn.Parameter:
-    """Return a parameter made of `parts`, in the dtype of its master weights or its own, if that is
-    wider: mean + std * normal.
+    """Return a parameter of `parts`, stacked along dim 0, with its `Layout` attached. Its initial
+    values are mean + std * normal.
 
-    partial, tied, again: as in `Layout`.
-    The random numbers are keyed by logical name and coordinates, so they are the same in every
-    layout. The parameter is on the CPU until an optimizer's buffer or `module.to` moves it. Padding
-    is zero.
+    partial: each tp rank has only an addend of the gradient.
+    tied: the pipeline ranks that have the same parameter; empty if only one has it.
+    again: this is the second copy on a pipeline rank that has two.
+    Its dtype is that of the master weights or its own, whichever is wider. The random numbers are
+    keyed by logical name and coordinates, so they are the same in every layout. The parameter is on
+    the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
     """
-    param_dtype = context.plan.param_dtype(parts[0].name)
+    own_dtype = context.plan.param_dtype(parts[0].name)
     masters = context.plan.masters
-    dtype = masters if masters.itemsize > param_dtype.itemsize else param_dtype
+    dtype = masters if masters.itemsize > own_dtype.itemsize else own_dtype
     values = _initial_values(context, parts, std, mean, dtype)
     layout = Layout(
         tuple(parts),
@@ -329,15 +330,18 @@ def parameter(
 def _initial_values(
     context: Context, parts: Sequence[Part], std: float, mean: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the stacked values of parts with their padding; NaN, all of which may share one
-    element in memory, if other values will take their place."""
+    """Return the initial values of `parts`, stacked along dim 0 with their padding, which is zero.
+
+    With `context.blank`, where other values will take their place, all are NaN. They are then one
+    element in memory, if there is no padding.
+    """
     # NaN: a weight that is then not loaded must not train unseen
     undefined = torch.full((), math.nan, dtype=dtype)
     has_padding = any(part.padded != part.local for part in parts)
     if context.blank and parts[0].local and not has_padding:
         rows = sum(part.local[0] for part in parts)
         shape = (rows, *parts[0].local[1:])
-        # One number shares its memory with no other, and its bytes can be read by its stride.
+        # A single number has nothing to share, and code that reads its bytes wants no stride of 0.
         if prod(shape) > 1:
             return undefined.expand(shape)
     slices = []

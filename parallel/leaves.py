@@ -25,8 +25,11 @@ _ROW_BY_ROW = "_computes_row_by_row"  # attribute of a leaf
 
 
 def row_by_row(leaf: Leaf) -> Leaf:
-    """Mark a leaf whose tensors all have as many rows, their first dim, and whose results have in
-    each row what follows from the same row of its tensors alone: it can be tried on some rows."""
+    """Mark a leaf that computes each row by itself, and return it: it can be tried on some rows.
+
+    The first dim of all its tensors and results is the same rows, and a row of the results follows
+    from that row of its tensors alone.
+    """
     setattr(leaf, _ROW_BY_ROW, True)
     return leaf
 
@@ -41,9 +44,10 @@ class TensorSpec:
     device: str
 
     def example(self) -> Tensor:
-        """Return a tensor of this spec: normal numbers, True, or zeros, which are valid indices."""
+        """Return a tensor of this spec: of normally distributed numbers, of True, or of integer
+        zeros."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        # such as a mask
+        # a mask, which masks nothing
         if self.dtype == torch.bool:
             return empty.fill_(True)
         if self.dtype.is_floating_point:
@@ -69,7 +73,7 @@ class LeafCall:
         return self.leaf.__name__.strip("_").replace("_", " ")
 
     def on(self, device: str) -> "LeafCall":
-        """Return this call with tensors of a device."""
+        """Return this call with the specs of its tensors on a type of device, such as "cuda"."""
         arguments = [
             replace(argument, device=device) if isinstance(argument, TensorSpec) else argument
             for argument in self.arguments
@@ -125,7 +129,7 @@ def _widened(argument: Any) -> Any:
     """Return an argument of a call with float64 in place of other floating-point dtypes."""
     if isinstance(argument, torch.dtype):
         return torch.float64 if argument.is_floating_point else argument
-    # specs, and the rules of norms and heads
+    # the specs of tensors, and settings of regions that name dtypes (`models.attention.regions`)
     if is_dataclass(argument) and not isinstance(argument, type):
         values = {item.name: _widened(getattr(argument, item.name)) for item in fields(argument)}
         return replace(argument, **values)
@@ -165,21 +169,23 @@ class Leaves:
         otherwise: a function that computes the same, and is better if the leaf is not compiled.
         Called without autograd's history, as in an autograd function.
         """
-        # Otherwise the specs of the arguments are not even made: this is called in every step.
-        if self.compiled or self.recorded_calls is not None:
-            call = call_of(leaf, arguments)
-            if self.recorded_calls is not None:
-                self.recorded_calls[call] = None
-                return leaf(*arguments)
-            if call in self.compiled:
-                tensors = [tensor.detach() for tensor in _tensor_arguments(arguments)]
-                return self.compiled[call](*tensors)
-            if self.compiled:
-                self.misses[call.name] += 1
-        return (otherwise or leaf)(*arguments)
+        plain = otherwise or leaf
+        # before the specs of the arguments are made: this is called in every step
+        if not self.compiled and self.recorded_calls is None:
+            return plain(*arguments)
+        call = call_of(leaf, arguments)
+        if self.recorded_calls is not None:
+            self.recorded_calls[call] = None
+            return leaf(*arguments)
+        if call in self.compiled:
+            tensors = [tensor.detach() for tensor in _tensor_arguments(arguments)]
+            return self.compiled[call](*tensors)
+        self.misses[call.name] += 1
+        return plain(*arguments)
 
     def call_region(self, region: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the results of a region, through which gradients flow to its arguments."""
+        """Return the results of a region (`parallel.regions`), through which gradients flow to its
+        arguments: by its compiled form, if the call has one."""
         call = call_of(region, arguments, region=True)
         if self.recorded_calls is not None:
             self.recorded_calls[call] = None

@@ -9,6 +9,10 @@ schedule may defer it (`weight_grad_queue.py`).
 Three transfers of sequence parallelism are waited for: the gather of an input, the sum of the
 ranks' products, and the gather of that sum's gradient. Products may be fused with these
 (`fused_products.py`): by `Linear` with the first, by `SummedLinear` with the other two.
+
+A factor is a tensor in the form in which a product reads it, such as FP8 codes and their scales
+(`megaprec.precision.gemm_provider`). A function named `start_...` begins a transfer and returns a
+function that waits for its result; `Pending((), x)` is such a function where nothing is waited for.
 """
 
 from collections.abc import Callable
@@ -170,7 +174,11 @@ def _begin(
     deferred: WeightGradQueue | None,
     products: GemmProvider | None,
 ) -> None:
-    """Note in `ctx` what both passes of a product of x need. Raises UserError under autocast."""
+    """Note in `ctx` what both passes of a product of x with `weight` need: the axis, the weight,
+    the queue of weight gradients, the dtype of x, and what computes the products.
+
+    Raises UserError under torch's autocast.
+    """
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         raise UserError.of("parallel.autocast")
     ctx.tp = tp
@@ -189,6 +197,7 @@ def _as_matrix(x: Tensor) -> Tensor:
 
 
 def _weight_destination(ctx: Any) -> Destination:
+    """Return where the weight gradient goes. In both functions the weight is input number 1."""
     if ctx.needs_input_grad[1]:
         return destination(ctx, 1, ctx.weight)
     return Destination.NOWHERE
@@ -206,9 +215,13 @@ def _weight_gradient(
     input_factor: Callable[[], Factor],
     target: Destination,
 ) -> Tensor | None:
-    """Return the weight gradient if autograd wants it, which needs it now; offer the work to the
-    queue if it goes to the main gradient. The queue runs it at once, unless the executor collects
-    the work of a split backward pass."""
+    """Return the weight gradient if autograd wants it, otherwise None.
+
+    One that goes to the main gradient is work for the queue, which runs it at once, unless the
+    executor collects the work of a split backward pass.
+    grad: the gradient of the output. input_factor: returns the factor of the input, and waits for
+        its transfer if it has one.
+    """
     weight = ctx.weight
     products = ctx.products
     if target is Destination.AUTOGRAD:
@@ -219,10 +232,11 @@ def _weight_gradient(
 
 
 def _start_input_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:
-    """Start to all-gather over tp what the weight gradient needs of the input, if x is sharded.
+    """Start to all-gather over tp the input that the weight gradient needs, if x is sharded.
 
-    The returned function waits for the result and returns it. Deferred work gathers only then,
-    because the full input would otherwise be kept until it runs.
+    saved: the factor of x, or its shard. The returned function waits, and returns the factor of the
+    full input. Deferred work begins to gather only when it calls that function: the full input
+    would otherwise be kept until then.
     """
     if ctx.input_layout is not InputLayout.SEQUENCE:
         return Pending((), saved)
@@ -242,8 +256,8 @@ def _start_input_gradient(
 ) -> Callable[[], Tensor]:
     """Compute the input gradient and start its all-reduce or reduce-scatter over tp.
 
-    shape: of the gradient of the output, [s', b, n]. The returned function waits for the result and
-    returns it.
+    grad: the factor of the gradient of the output. shape: of that gradient, [s', b, n].
+    The returned function waits, and returns the gradient of x in its shape and dtype.
     """
     grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype)
     grad_x = grad_x.view(*shape[:-1], ctx.weight.shape[1])
@@ -266,7 +280,10 @@ def add_weight_gradient(
     grad: Factor,
     x: Factor,
 ) -> None:
-    """Add the weight gradient to the main gradient."""
+    """Add the weight gradient to the main gradient of `weight`.
+
+    grad, x: the factors of the gradient of the output and of the input.
+    """
     main, first = begin_accumulation(weight)
     products.add_weight_gradient_(main, grad, x, first)
 

@@ -36,11 +36,12 @@ GRACE = 5.0
 @contextmanager
 def served_store() -> Iterator[Path]:
     """Serve a store to processes of this user within the context; yield the path of its socket."""
-    # which only this user enters
+    # only this user can enter the folder
     with scratch_folder("store", _parent()) as folder:
         path = Path(folder) / "store"
         with _Server(str(path), _Table()) as server:
-            thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True, name="store")
+            poll = 0.05  # seconds until `server.shutdown` is noticed
+            thread = Thread(target=server.serve_forever, args=(poll,), daemon=True, name="store")
             thread.start()
             try:
                 yield path
@@ -55,8 +56,8 @@ def _parent() -> str:
 
 
 def file_of_groups(store: dist.Store) -> dist.Store:
-    """Return the store in which process groups meet: a file beside the socket of a `LocalStore`;
-    any other store itself.
+    """Return the store by which torch's process groups find each other: a file beside the socket
+    of a `LocalStore`; any other store itself.
     """
     if not isinstance(store, LocalStore):
         return store
@@ -115,6 +116,8 @@ class LocalStore(dist.Store):
         return self._ask("compare_set", key, _text(expected), _text(desired)).encode()
 
     def _read(self, keys: Sequence[str], seconds: float) -> list[str]:
+        """Return the values of keys once all are set. Raises DistStoreError if they are not within
+        so many seconds."""
         values = self._ask("read", list(keys), seconds, seconds=seconds)
         if values is None:
             raise dist.DistStoreError(f"wait for {', '.join(keys)} timed out after {seconds:.0f} s")
@@ -125,6 +128,12 @@ class LocalStore(dist.Store):
         return limit.total_seconds()
 
     def _ask(self, *request: Any, seconds: float | None = None) -> Any:
+        """Send a request, the name of a method of `_Table` and its arguments, and return the
+        answer.
+
+        seconds: the time limit; None: that of this connection. Raises DistNetworkError if the
+        launcher is gone or does not answer in time.
+        """
         limit = self._seconds() if seconds is None else seconds
         with self._lock:
             connection = self._connection or self._open()
@@ -146,6 +155,8 @@ class LocalStore(dist.Store):
         return json.loads(answer)
 
     def _open(self) -> BinaryIO:
+        """Connect to the launcher's socket, and return the connection as a file of lines. Raises
+        DistNetworkError if nothing answers there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(self._seconds())
@@ -202,6 +213,8 @@ class _Table:
             return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Set a key to `desired` if its value is `expected`, "" for a key that is not set; return
+        its value then."""
         with self._changed:
             present = self._values.get(key)
             # as torch's store: of a key that is not set, the answer is what was expected
@@ -213,9 +226,11 @@ class _Table:
 
 
 class _Answers(socketserver.StreamRequestHandler):
-    """One connection: answers its requests in turn."""
+    """One connection of a rank."""
 
     def handle(self) -> None:
+        """Answer the requests of the connection in turn, each a line of JSON, until it is closed:
+        the name of a method of the table and its arguments; the answer is what it returns."""
         server = self.server
         assert isinstance(server, _Server)
         table = server.table

@@ -87,9 +87,11 @@ class _Lane:
 
 
 class Lockstep:
-    """Runs functions of the virtual ranks of this process.
+    """Runs functions of the virtual ranks of this process in lockstep.
 
-    axes: theirs, in order, to build their layers with.
+    virtual: the axis of all virtual ranks.
+    axes: the tensor-parallel axis of each virtual rank of this process, in order, to build its
+        layers with.
     """
 
     def __init__(self, virtual: VirtualAxis) -> None:
@@ -119,23 +121,25 @@ class Lockstep:
 
         Collective over `virtual`. Gradients are enabled in the functions if they are in the caller.
         An exception in one of them is raised here, with its traceback, when the other functions
-        have been ended where they are.
+        have been ended where they are. Raises RuntimeError unless all call the same collectives.
         """
         if not self._lanes:
             return [function() for function in functions]
         running: int | None = None  # the number of the lane that runs now
-        messages: dict[int, _Request | _Finished] = {}  # the last of each lane
-        # the first answers are the functions themselves
+        messages: dict[int, _Request | _Finished] = {}  # the last message of each lane
+        # what each lane is given: first its function, then the result of each collective
         answers: Sequence[Any] = [_with_thread_settings(function) for function in functions]
         try:
             while True:
                 for number, (lane, answer) in enumerate(zip(self._lanes, answers, strict=True)):
                     lane.inbox.put(answer)
                     running = number
+                    # the lane runs until it calls a collective or ends
                     messages[number] = lane.outbox.get()
                     running = None
                     _raise_error(messages[number])
                 requests = _requests(messages)
+                # all have ended
                 if not requests:
                     break
                 answers = self._carry_out([*requests.values()])
@@ -148,7 +152,11 @@ class Lockstep:
         return [message.result for message in finished]
 
     def _carry_out(self, requests: Sequence[_Request]) -> Sequence[Tensor]:
-        """Return the result of a collective for each lane."""
+        """Return the result of a collective for each lane.
+
+        requests: of all lanes, in their order. Raises RuntimeError if not all lanes wait for the
+        same collective.
+        """
         names = {request.collective for request in requests}
         if len(requests) != len(self._lanes) or len(names) > 1:
             raise RuntimeError(
@@ -165,11 +173,13 @@ class Lockstep:
         return [result.detach() for _ in requests]
 
     def _end(self, numbers: Iterable[int]) -> None:
-        """End the functions in these lanes, which wait for a collective."""
+        """End the functions in the lanes of these numbers, which wait for a collective: it raises
+        in place of returning."""
         for number in numbers:
             lane = self._lanes[number]
             message: _Request | _Finished | None = None
-            while not isinstance(message, _Finished):  # code that unwinds may call another one
+            # a function that ends may still call another collective, which raises too
+            while not isinstance(message, _Finished):
                 lane.inbox.put(_Ended())
                 message = lane.outbox.get()
 
@@ -214,15 +224,20 @@ class LaneAxis(Axis):
 
 
 def _with_thread_settings(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `function` with this thread's settings that torch keeps for each thread."""
-    # a lane is a thread of its own, which begins with torch's defaults
+    """Return a function that runs `function` in another thread as in this one: gradients are
+    enabled or not, and the CUDA device is current, as here."""
+    # torch keeps these settings for each thread, and a lane begins with the defaults
     grad_enabled = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> Any:
         if device is not None:
             torch.cuda.set_device(device)
-        with torch.set_grad_enabled(grad_enabled), torch.autograd.set_multithreading_enabled(False):
+        with (
+            torch.set_grad_enabled(grad_enabled),
+            # a backward pass stays in the thread of its lane
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             return function()
 
     return run

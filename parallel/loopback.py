@@ -24,7 +24,7 @@ ONE_MACHINE = "all ranks are on one machine"  # key of the store; "yes" if they 
 @contextmanager
 def within_machine(store: dist.Store) -> Iterator[None]:
     """Let gloo and NCCL use the loopback interface alone within the context, if all ranks of a
-    store are on this machine.
+    store are on this machine: it sets their environment variables, and restores them at the end.
 
     Interfaces that the environment names count only where another launcher has started the ranks:
     those for a cluster may stand in a shell's profile.
@@ -50,7 +50,8 @@ def _interfaces(store: dist.Store) -> dict[str, str]:
 
 
 def listening_in_words(environment: Mapping[str, str] = os.environ) -> str:
-    """Return to whom the ranks of the joined world listen, within `within_machine`."""
+    """Return in words where the ranks of the joined world listen, and for whom. To be called within
+    `within_machine`."""
     on_loopback = environment.get(INTERFACE) == LOOPBACK
     if on_loopback and environment.get(STORE):
         return "on loopback alone, for ranks of this user"

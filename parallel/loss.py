@@ -107,14 +107,11 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
     tp = context.tp
     sensitive = context.plan.sensitive
     leaves = context.leaves
-    return lambda logits, targets: cross_entropy(
-        logits,
-        targets,
-        part,
-        tp,
-        sensitive,
-        leaves=leaves,
-    )
+
+    def losses(logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, part, tp, sensitive, leaves=leaves)
+
+    return losses
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -142,7 +139,7 @@ class CrossEntropy(torch.autograd.Function):
         rows = logits.reshape(-1, logits.shape[-1])
         flat_targets = targets.reshape(-1)
         unpadded = rows[:, : vocabulary.local[0]]
-        largest, sums = _largest_and_sums(
+        largest, local_sums = _largest_and_sums(
             unpadded,
             flat_targets,
             vocabulary.start,
@@ -151,13 +148,13 @@ class CrossEntropy(torch.autograd.Function):
             leaves,
         )
         # one message for both
-        exponentials, target = tp.sum_(sums)
-        # not in the leaf, which is tried with numbers that may be negative
-        shifted_log_sum = exponentials.log()
+        sum_of_exponentials, shifted_target = tp.sum_(local_sums)
+        # outside of the leaf: its compiled form is tried on random numbers, which may be negative
+        shifted_log_sum = sum_of_exponentials.log()
         losses, log_sum = leaves(
             _losses,
             shifted_log_sum,
-            target,
+            shifted_target,
             largest,
             flat_targets,
             vocabulary.shape[0],
@@ -176,16 +173,22 @@ class CrossEntropy(torch.autograd.Function):
         grad: Tensor | None,
         log_sum_grad: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return (softmax - [1 at the target]) * grad + softmax * log_sum_grad.
+        """Return the gradient of the logits, (softmax - [1 at the target]) * grad + softmax *
+        log_sum_grad, rounded to their dtype.
 
-        It is rounded to the dtype of the logits.
+        grad: of the losses. log_sum_grad: of the logs of sums. None: that result was not used.
         """
         rows, targets, log_sum = ctx.saved_tensors
-        grad_column = torch.zeros_like(log_sum)[:, None] if grad is None else _as_column(grad)
+        if grad is None:
+            grad_column = torch.zeros_like(log_sum)[:, None]
+        else:
+            grad_column = _as_column(grad)
         arguments: tuple[Any, ...] = (targets, log_sum, grad_column, ctx.first, ctx.columns)
         leaf: Callable[..., Tensor] = _loss_gradient
+        # softmax then has a factor of its own
         if log_sum_grad is not None:
-            arguments = (*arguments, grad_column + _as_column(log_sum_grad))
+            softmax_column = grad_column + _as_column(log_sum_grad)
+            arguments = (*arguments, softmax_column)
             leaf = _two_part_gradient
         if ctx.consume:
             result = rows.detach()
@@ -206,30 +209,32 @@ def _largest_and_sums(
     sensitive: torch.dtype,
     leaves: Leaves,
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row on any rank [rows], and this rank's sums [2, rows]: of
-    the exponentials of its logits less the largest, and of the target's logit less the largest,
-    which is 0 if another rank has it.
+    """Return the largest logit of each row over all ranks, [rows], and two numbers of each row,
+    [2, rows], which the ranks are to sum:
+
+        0   the sum over this rank's columns of exp(logit - largest)
+        1   the target's logit less the largest, 0 if another rank has the target
 
     One all-reduce MAX over tp. The compiled form reads the logits once: exponentials are first
-    taken relative to this rank's own largest logit, then scaled. Operator by operator they are
-    read twice.
-    logits: [rows, columns] without padding. first: the id of column 0.
+    taken relative to this rank's own largest logit, then scaled. Operator by operator the logits
+    are read twice.
+    logits: [rows, columns] of this rank without padding. first: the id of column 0.
     """
     columns = logits.shape[1]
     if columns == 0:  # this rank has padding only, and still takes part in the collectives
         largest = tp.max_(_lowest(logits, sensitive))
         return largest, torch.zeros(2, len(logits), dtype=sensitive, device=logits.device)
-    own = leaves(_loss_sums, logits, targets, first, sensitive, otherwise=_not_in_one_read)
-    if own is None:
+    in_one_read = leaves(_loss_sums, logits, targets, first, sensitive, otherwise=_no_result)
+    if in_one_read is None:
         largest = tp.max_(logits.amax(-1).to(sensitive))
         return largest, _sums_by_blocks(logits, targets, first, largest)
-    own_largest, exponentials, target = own
+    own_largest, own_sum, target_logit = in_one_read
     largest = tp.max_(own_largest.clone())
     sums = leaves(
         _scaled_loss_sums,
         own_largest,
-        exponentials,
-        target,
+        own_sum,
+        target_logit,
         largest,
         targets,
         first,
@@ -245,41 +250,46 @@ def _loss_sums(
     first: int,
     sensitive: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's largest logit, the sum of exponentials of its logits less that, and its
-    target's logit, 0 if another rank has it: three times [rows] of dtype `sensitive`.
+    """Return, of each row of this rank's logits, the largest one, the sum of exp(logit - largest),
+    and the target's logit, 0 if another rank has it: [rows] each, of dtype `sensitive`.
 
     torch's compiler for GPUs computes the first two in one read of the logits: the sum is scaled
     whenever a larger logit is met. It knows this form of them by its pattern.
     """
     wide = logits.to(sensitive)
     largest = wide.amax(-1, keepdim=True)
-    exponentials = (wide - largest).exp().sum(-1, keepdim=True)
+    sum_of_exponentials = (wide - largest).exp().sum(-1, keepdim=True)
     target_columns, is_local = _local_columns(targets, first, logits.shape[1])
     at_target = logits.gather(1, target_columns.unsqueeze(1)).squeeze(1).to(sensitive)
-    target = torch.where(is_local, at_target, 0)
-    return largest.squeeze(1), exponentials.squeeze(1), target
+    target_logit = torch.where(is_local, at_target, 0)
+    return largest.squeeze(1), sum_of_exponentials.squeeze(1), target_logit
 
 
-def _not_in_one_read(*_: Any) -> None:
-    """Take the place of `_loss_sums` where it is not compiled, and so would read the logits
-    twice."""
+def _no_result(*_: Any) -> None:
+    """Return None in place of `_loss_sums` where that is not compiled: it would read the logits
+    twice, and `_sums_by_blocks` then needs less memory."""
 
 
 def _scaled_loss_sums(
     own_largest: Tensor,
-    exponentials: Tensor,
-    target: Tensor,
+    own_sum: Tensor,
+    target_logit: Tensor,
     largest: Tensor,
     targets: Tensor,
     first: int,
     columns: int,
 ) -> Tensor:
-    """Return the sums [2, rows] of `_largest_and_sums` from the results of `_loss_sums`."""
+    """Return the numbers [2, rows] of `_largest_and_sums` from the results of `_loss_sums`.
+
+    own_largest, own_sum, target_logit: the results of `_loss_sums`.
+    largest: the largest logit of each row over all ranks.
+    """
     scale = (own_largest - largest).exp()
     # where this rank has minus infinities only, the sum of their exponentials is NaN
-    scaled = torch.where(scale == 0, 0, exponentials * scale)
+    scaled_sum = torch.where(scale == 0, 0, own_sum * scale)
     _, is_local = _local_columns(targets, first, columns)
-    return torch.stack((scaled, torch.where(is_local, target - largest, 0)))
+    shifted_target = torch.where(is_local, target_logit - largest, 0)
+    return torch.stack((scaled_sum, shifted_target))
 
 
 def _sums_by_blocks(
@@ -288,7 +298,10 @@ def _sums_by_blocks(
     first: int,
     largest: Tensor,
 ) -> Tensor:
-    """Return the sums [2, rows] of `_largest_and_sums`, computed a block of rows at a time."""
+    """Return the numbers [2, rows] of `_largest_and_sums`, computed a block of rows at a time.
+
+    largest: the largest logit of each row over all ranks.
+    """
     target_columns, is_local = _local_columns(targets, first, logits.shape[1])
     sums = torch.zeros(2, len(logits), dtype=largest.dtype, device=logits.device)
     for block in _blocks(logits):
@@ -303,18 +316,18 @@ def _sums_by_blocks(
 
 def _losses(
     shifted_log_sum: Tensor,
-    target: Tensor,
+    shifted_target: Tensor,
     largest: Tensor,
     targets: Tensor,
     vocabulary_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, NaN if its target is outside the vocabulary, and the logarithm
-    of the sum of the exponentials of its logits, from which softmax follows.
+    of the sum of the exponentials of its logits, from which softmax follows: [rows] each.
 
-    shifted_log_sum, target: the logarithm of that sum and the target's logit, both less `largest`.
+    shifted_log_sum, shifted_target: that logarithm and the target's logit, both less `largest`.
     """
     outside = (targets < 0) | (targets >= vocabulary_size)
-    losses = shifted_log_sum - target.masked_fill(outside, math.nan)
+    losses = shifted_log_sum - shifted_target.masked_fill(outside, math.nan)
     return losses, shifted_log_sum + largest
 
 
@@ -327,7 +340,8 @@ def _loss_gradient(
     first: int,
     columns: int,
 ) -> Tensor:
-    """Overwrite logits, which are `columns` and padding, with their gradient.
+    """Overwrite logits [rows, columns and padding] with their gradient, 0 in the padding, and
+    return them.
 
     log_sum: [rows], the logarithm of the sum of the exponentials on all ranks.
     grad_column: [rows, 1], the gradient of each loss. A target outside the vocabulary leaves a
@@ -377,8 +391,10 @@ def _write_gradient(
     columns: int,
     softmax_grad: Tensor | None = None,
 ) -> None:
-    """Write the gradient of logits into `result`, a block of rows at a time.
+    """Write the gradient of the logits `rows` into `result`, which may be the same tensor, a block
+    of rows at a time.
 
+    grad: [rows, 1], the gradient of each loss.
     softmax_grad: as `softmax_column` of `_two_part_gradient`; None: it is `grad`.
     """
     result[:, columns:] = 0
@@ -387,14 +403,18 @@ def _write_gradient(
     target_columns, is_local = _local_columns(targets, first, columns)
     for block in _blocks(rows):
         wide = rows[block, :columns].to(log_sum.dtype, copy=True)
-        softmax = wide.sub_(log_sum[block, None]).exp_()
-        at_target = -is_local[block, None].to(softmax.dtype)
+        # softmax in place, which then becomes the gradient
+        gradient = wide.sub_(log_sum[block, None]).exp_()
+        # added at the column of the target: -1, or 0 where another rank has the target
+        at_target = -is_local[block, None].to(gradient.dtype)
         if softmax_grad is not None:
-            softmax.mul_(softmax_grad[block])
+            gradient.mul_(softmax_grad[block])
             at_target = at_target * grad[block]
-        softmax.scatter_add_(1, target_columns[block, None], at_target)
-        result[block, :columns] = softmax if softmax_grad is not None else softmax.mul_(grad[block])
-        del wide, softmax  # before the next block is made
+        gradient.scatter_add_(1, target_columns[block, None], at_target)
+        if softmax_grad is None:
+            gradient.mul_(grad[block])
+        result[block, :columns] = gradient
+        del wide, gradient  # before the next block is made
 
 
 def _local_columns(
@@ -417,9 +437,10 @@ def _lowest(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Return the blocks of rows that are computed at a time."""
-    block = _BLOCK if rows.device.type == "cpu" else _GPU_BLOCK
-    step = max(1, block // max(1, rows.shape[1]))
+    """Return the slices of rows [rows, columns] that are computed at a time: of so many rows that
+    a slice has about as many elements as a block."""
+    block_elements = _BLOCK if rows.device.type == "cpu" else _GPU_BLOCK
+    step = max(1, block_elements // max(1, rows.shape[1]))
     starts = range(0, len(rows), step)
     if type(rows) is not Tensor:
         # A fake tensor has no values, and two blocks take as much memory as all of them.

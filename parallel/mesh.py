@@ -40,10 +40,13 @@ def make_mesh(
     device: str = "cpu",
     cp: int = 1,
 ) -> DeviceMesh:
-    """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
+    """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world, with a process
+    group for each of its axes.
 
-    device: the type of device, like "cpu" or "cuda", without a number. Raises UserError if the
-    world has another size, or was not joined, and for degrees that are no numbers.
+    pp, dp, tp, cp: the number of ranks along each axis.
+    device: the type of device, like "cpu" or "cuda", without a number.
+    Raises UserError if the world has another size or was not joined, and for sizes of axes that are
+    not whole numbers from 1 on. Collective over the world.
     """
     degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     _require_degrees(degrees)
@@ -65,19 +68,28 @@ def make_mesh(
         )
     # in the order of AXES, of which the last varies fastest
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
-    ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
+    sizes = [degrees[name] for name in names]
+    ranks = torch.arange(world, dtype=torch.int).view(sizes)
+    return DeviceMesh.from_group(_groups_of_axes(ranks), device, ranks, mesh_dim_names=names)
+
+
+def _groups_of_axes(ranks: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Return this rank's process group along each axis of the mesh. Collective over the world.
+
+    ranks: the mesh as a tensor of rank numbers, with one dimension for each axis.
+    """
     groups: list[dist.ProcessGroup] = []
-    alone: dist.ProcessGroup | None = None  # this rank's, for all axes of size one
+    alone: dist.ProcessGroup | None = None  # the group of this rank only, for all axes of size 1
     for dim in range(ranks.ndim):
-        # one for each place along the other dimensions: ranks that differ along this one alone
-        groups_of_axis = ranks.movedim(dim, -1).flatten(0, -2)
-        if groups_of_axis.shape[1] > 1 or world == 1:
-            groups.append(_group(groups_of_axis))
+        # One row for each group along this axis: its ranks differ in this coordinate alone.
+        ranks_of_groups = ranks.movedim(dim, -1).flatten(0, -2)
+        if ranks_of_groups.shape[1] > 1 or ranks.numel() == 1:
+            groups.append(_group(ranks_of_groups))
             continue
         # nothing is sent along it, and a used group over NCCL takes some 300 MB of a GPU
-        alone = alone or make_groups(groups_of_axis)
+        alone = alone or make_groups(ranks_of_groups)
         groups.append(alone)
-    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+    return groups
 
 
 def _require_degrees(degrees: Mapping[str, object]) -> None:
@@ -91,8 +103,10 @@ def _require_degrees(degrees: Mapping[str, object]) -> None:
 
 
 def _require_type_of_device(device: object) -> None:
-    """Raise UserError for what names no type of device. One with a number would be a CPU in
-    silence."""
+    """Raise UserError for what names no type of device.
+
+    A device with a number, such as "cuda:0", is refused: it would silently mean a CPU.
+    """
     try:
         is_type = isinstance(device, str) and torch.device(device).type == device
     except RuntimeError:
@@ -101,14 +115,14 @@ def _require_type_of_device(device: object) -> None:
         raise UserError.of("parallel.device_type", device=device)
 
 
-def _group(groups_of_axis: torch.Tensor) -> dist.ProcessGroup:
-    """Return the group of this rank among those of an axis, [groups, ranks of a group]: the world's
-    if there is only one."""
+def _group(ranks_of_groups: torch.Tensor) -> dist.ProcessGroup:
+    """Return the group of this rank among those of an axis; if there is only one, the group of the
+    world. ranks_of_groups: [groups, ranks of a group]."""
     world_group = dist.group.WORLD
     assert world_group is not None
-    if len(groups_of_axis) == 1:
+    if len(ranks_of_groups) == 1:
         return world_group
-    return make_groups(groups_of_axis)
+    return make_groups(ranks_of_groups)
 
 
 @contextmanager
@@ -160,11 +174,17 @@ def _form_world(
     timeout: timedelta,
     gpu: torch.device | None,
 ) -> None:
-    """Make the group of all ranks: over NCCL if this rank has a GPU, otherwise over gloo."""
-    with _explain_interface_errors(), nullcontext() if gpu else making_gloo_group():
+    """Make torch's group of all ranks: over NCCL if this rank has a GPU, otherwise over gloo.
+
+    store: that of the ranks. gpu: the device of this rank; None: the CPU.
+    """
+    # gloo's ports are shut once the ranks are connected
+    preparation = nullcontext() if gpu else making_gloo_group()
+    with _explain_interface_errors(), preparation:
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             timeout=timeout,
+            # a file in place of the store, if a launcher on this machine serves it
             store=file_of_groups(store),
             rank=rank,
             world_size=size,
@@ -270,9 +290,11 @@ def broadcast_from_first(
 
 
 def _own_device() -> torch.device:
-    """Return the CUDA device of this rank, which is then the current one.
+    """Return the CUDA device of this rank, and make it the current one of this thread.
 
-    Raises UserError if there is none for each local rank.
+    It has the number of the rank on its machine (LOCAL_RANK), or 0 if the process sees one device
+    only. Raises UserError if there is no such device, or if several are visible and a launcher has
+    not set LOCAL_RANK.
     """
     require_consistent(os.environ)
     count = torch.cuda.device_count()

@@ -35,8 +35,11 @@ class CheckedPasses:
     """Counts the passes through the layers of one module, and says if the present one is checked.
 
     A pass begins with a call of the module. If its layers are called without it, a pass begins with
-    each call of the layer that was called first. What a backward pass computes again is no pass: it
-    is checked if the last pass was.
+    each call of the layer that was called first. What a backward pass computes again (activation
+    recomputation) is no pass: it is checked if the last pass was.
+
+    sequence: activations are sharded along the sequence.
+    checks: the present pass of the module is checked.
     """
 
     def __init__(self, context: Context) -> None:
@@ -74,13 +77,15 @@ class CheckedPasses:
         """Note the call of a layer, and return True if it is part of a pass that is checked."""
         if torch.compiler.is_compiling():
             return False
+        if self.within:
+            return self.checks
         # a recomputation
-        if self._depth == 0 and is_backward_running():
+        if is_backward_running():
             return self._last_was_checked[layer.training]
-        if self._depth == 0:
-            self._first_layer = self._first_layer or layer
-            if layer is self._first_layer:
-                self._count_pass(layer.training)
+        # called without the module
+        self._first_layer = self._first_layer or layer
+        if layer is self._first_layer:
+            self._count_pass(layer.training)
         return self.checks
 
     def _count_pass(self, training: bool) -> None:
@@ -91,11 +96,14 @@ class CheckedPasses:
         self._last_was_checked[training] = self.checks
 
     def require_same(self, x: Tensor, path: str) -> None:
-        """Raise UserError on all ranks if `x` [...] differs between tensor-parallel ranks.
-        Collective over tp."""
+        """Raise UserError on all ranks if `x`, of any shape, differs between tensor-parallel ranks.
+
+        path: that of the layer whose input it is, for the message. Collective over tp.
+        """
         if self.tp.size == 1:
             return
-        # Three sums in place of all elements: the second, weighted by position, sees another order.
+        # Three numbers stand for all elements: their sum, a sum weighted by position, which sees if
+        # they are in another order, and the norm.
         flat = x.detach().reshape(-1).double()
         position_weights = torch.linspace(
             0.5,
@@ -112,7 +120,8 @@ class CheckedPasses:
         rounding = ROUNDING if x.is_floating_point() else 0.0
         # inputs that are not finite are not compared: the gradients of the step will show them
         comparable = largest.isfinite() & smallest.isfinite()
-        differs = (largest - smallest > rounding * largest[2]) & comparable
+        largest_norm = largest[2]
+        differs = (largest - smallest > rounding * largest_norm) & comparable
         if differs.any():
             raise UserError.of("parallel.input_differs", path=path)
 
@@ -137,7 +146,8 @@ class Watched(nn.Module):
             self._computes = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return the weight as a tensor that is cut, if code outside of the layer reads it.
+        """Return an attribute; of the weight, if code outside of the layer reads it in a checked
+        pass, a tensor that is marked as cut.
 
         What that code computes is then followed, and refused where it would be wrong: a tied head
         that is written as F.linear(x, embedding.weight) would compute a part of the logits.
@@ -261,17 +271,22 @@ class _Norm(Watched):
         return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
     def _normalize_slice(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this rank's slice of the norm over the features of all ranks, of the slice x [...,
+        hidden / tp]. Collective over tp."""
         _require_cut_by_features(x, self.path)
         if self.watch.sequence:
             raise _sequence_error(self.path)
         tp = self.watch.tp
         dim = x.dim() - 1
-        # the norm is over the features of all ranks
         full = collectives.join(unchecked(x), tp, dim)
         return collectives.split(norm(full), tp, dim)
 
     def _require_right_gradient(self, x: Tensor, is_checked: bool) -> None:
-        """Raise UserError if the gradient of the norm's weight would not be that of one process."""
+        """Raise UserError if the gradient of the norm's weight would not be that of one process: if
+        heads are cut but the norm has not the style "heads", or the other way round.
+
+        x: [..., hidden], which may be cut along another dimension.
+        """
         cut = x.cut if isinstance(x, CutTensor) else None
         # Under sequence parallelism the norm's weight has partial gradients, summed over tp.
         is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
@@ -321,7 +336,10 @@ class Dropout(nn.Dropout):
         self._from_last: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: any tensor; a slice in the same dimension in all calls, or whole in all calls."""
+        """Return x after dropout; x itself, changed in place, if the plain module is in place.
+
+        x: any tensor; a slice in the same dimension in all calls, or whole in all calls.
+        """
         self._note_cut(x)
         if not self.training or self.p == 0:
             return x
@@ -331,6 +349,7 @@ class Dropout(nn.Dropout):
             self.watch.require_same(seed.to(x.device), self.path)
             if not isinstance(x, CutTensor):
                 self.watch.require_same(x, self.path)
+        # the places of x's elements in the whole tensor, along each dimension
         coordinates = [range(size) for size in x.shape]
         if self._from_last:
             dim = x.dim() - self._from_last
@@ -344,7 +363,8 @@ class Dropout(nn.Dropout):
         return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
     def _note_cut(self, x: Tensor) -> None:
-        """Keep along which dimension inputs are cut, as a pass shows that is checked."""
+        """Keep along which dimension inputs are cut, as far as x tells: in a checked pass it is
+        marked if it is cut. Raises UserError if it is cut otherwise than earlier inputs."""
         cut = x.cut if isinstance(x, CutTensor) else None
         if cut is None and not self.watch.checks:
             return
@@ -383,6 +403,8 @@ def _require_sequence(
 
 
 def _other_cut_error(x: CutTensor, path: str) -> UserError:
+    """Return the error that the layer at `path` was given a tensor that is cut along a dimension
+    which it does not expect."""
     return UserError.of(
         "parallel.cut_dimension",
         path=path,

@@ -114,6 +114,7 @@ def parallelize(
     layers = dict(_layers(module))
     style_by_path = {path: _style_of(path, layer, styles) for path, layer in layers.items()}
     replaced = {path: layer for path, layer in layers.items() if style_by_path[path] != "whole"}
+    # what is no style describes the problem with the layer
     problems = [f"{path}: {style}" for path, style in style_by_path.items() if style not in STYLES]
     problems += _unmatched_patterns(styles, module, layers)
     problems += _undivided_layers(layers, style_by_path, context)
@@ -154,7 +155,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     modules = list(module.named_modules(remove_duplicate=False))
     attentions = [path for path, child in modules if isinstance(child, nn.MultiheadAttention)]
-    # the path of the module itself is empty, and all are within it
+    # the path of the root is empty: if the root is such an attention, all layers are within it
     attention_prefixes = tuple(f"{path}." if path else "" for path in attentions)
     for path, layer in modules:
         if _has_parallel_form(layer) and not path.startswith(attention_prefixes):
@@ -177,6 +178,8 @@ def _describe_unmatched(
     module: nn.Module,
     layers: Mapping[str, nn.Module],
 ) -> str:
+    """Return a line about a pattern that matches no layer, with the reason: it matches a parallel
+    layer, or a module of another kind, or nothing. layers: those that can be replaced, by path."""
     for path, child in module.named_modules():
         if fnmatchcase(path, pattern) and isinstance(child, PARALLEL_LAYERS):
             return (
@@ -209,11 +212,17 @@ def _undivided_layers(
     for path, layer in layers.items():
         if not isinstance(layer, nn.Linear):
             continue
-        sizes = {"column": (layer.out_features, "output"), "row": (layer.in_features, "input")}
-        size, kind = sizes.get(style_by_path[path], (0, ""))
-        if size % context.tp.size:
+        if style_by_path[path] == "column":
+            count = layer.out_features
+            kind = "output"
+        elif style_by_path[path] == "row":
+            count = layer.in_features
+            kind = "input"
+        else:
+            continue  # its features are not sharded
+        if count % context.tp.size:
             yield (
-                f"{path}: {size} {kind} features do not divide by tensor = {context.tp.size}: "
+                f"{path}: {count} {kind} features do not divide by tensor = {context.tp.size}: "
                 'give it the style "whole", or a size that divides'
             )
 
@@ -223,21 +232,23 @@ def _replace_dropouts(
     prefix: str,
     watch: CheckedPasses,
 ) -> None:
-    """Replace each nn.Dropout of the module.
+    """Replace each nn.Dropout of the module by one that drops the same elements for every number
+    of tensor-parallel ranks.
 
-    nn.MultiheadAttention and recurrent layers drop by themselves and have none.
+    prefix: text before each path. nn.MultiheadAttention and recurrent layers of torch drop by
+    themselves and have no nn.Dropout.
     """
-    replacements: dict[int, Dropout] = {}
+    replacements: dict[int, Dropout] = {}  # by the id of what they replace
     for path, dropout in list(module.named_modules(remove_duplicate=False)):
         if type(dropout) is nn.Dropout and path:
-            # one for all paths of a dropout: its name keys what it drops
+            # one for all paths of a dropout, because its random numbers depend on its path
             replacements.setdefault(id(dropout), Dropout(dropout, prefix + path, watch))
             module.set_submodule(path, replacements[id(dropout)])
 
 
 def _register_watch(module: nn.Module, watch: CheckedPasses) -> None:
-    """Begin and end the passes of `watch` with calls of the module, and refuse whole layers that
-    are given slices."""
+    """Register hooks that begin and end the passes of `watch` with calls of the module, and that
+    look for slices in what torch's own modules in it are given (`_note_slices`)."""
     module.register_forward_pre_hook(watch.begin)
     module.register_forward_hook(watch.end, always_call=True)
     for path, child in module.named_modules():
@@ -258,8 +269,8 @@ def _note_slices(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Note in slices that torch's own module is given them; raise UserError if it has parameters or
-    buffers."""
+    """Note in each slice among a module's arguments that the module at `path` is given it. Raise
+    UserError for a slice if the module has parameters or buffers, which each rank has whole."""
     parameters_and_buffers = (*module.parameters(), *module.buffers())
     has_values = len(parameters_and_buffers) > 0
     for x in tensors((args, kwargs)):
@@ -316,7 +327,8 @@ def _style_of(
     layer: nn.Module,
     styles: Mapping[str, Style],
 ) -> str:
-    """Return the style of a layer, or a description of the problem with it."""
+    """Return the style of the first pattern that matches the layer's path, or, as text that is no
+    style, the problem with the layer."""
     matching = (style for pattern, style in styles.items() if fnmatchcase(path, pattern))
     style = next(matching, "")
     if isinstance(layer, NORMS):
@@ -329,16 +341,18 @@ def _style_of(
         fitting = ("vocab", "whole")
     else:
         fitting = ("column", "row", "whole")
-    if style not in fitting:
-        problem = f"{style!r} is not a style of" if style else "no style is given to"
-        return f"{problem} {type(layer).__name__}: give it {' or '.join(map(repr, fitting))}"
-    return style
+    if style in fitting:
+        return style
+    problem = f"{style!r} is not a style of" if style else "no style is given to"
+    choices = " or ".join(map(repr, fitting))
+    return f"{problem} {type(layer).__name__}: give it {choices}"
 
 
 def _style_of_norm(layer: nn.Module, style: str) -> str:
-    """Return the style of a norm, or a description of the problem with it.
+    """Return the style of a norm, or, as text that is no style, the problem with it.
 
-    It is "norm" or "heads" if a parallel layer replaces the norm, otherwise "whole".
+    It is "norm" or "heads" if a parallel layer replaces the norm, otherwise "whole". style: what
+    the patterns say, "" if none matches.
     """
     assert isinstance(layer, NORMS)
     has_weight = layer.weight is not None
@@ -352,15 +366,14 @@ def _style_of_norm(layer: nn.Module, style: str) -> str:
         )
     if not replaceable:
         return "whole"
-    lost = _loss_in_replacing(layer)
-    if style == "whole" and lost:
-        return "whole"
-    return lost or ("heads" if style == "heads" else "norm")
+    if lost := _loss_in_replacing(layer):
+        return "whole" if style == "whole" else lost
+    return "heads" if style == "heads" else "norm"
 
 
 def _loss_in_replacing(layer: nn.Module) -> str:
-    """Return what a parallel layer with the values of `layer` would lose; empty if it would lose
-    nothing."""
+    """Return in words what a parallel layer in the place of `layer` would lose, such as hooks, and
+    what to do; "" if it would lose nothing."""
     keep = 'or give it the style "whole"'
     # a subclass may compute something else
     if type(layer) not in PLAIN:
@@ -401,23 +414,24 @@ def _broken_ties(
     style_by_path: Mapping[str, str],
     context: Context,
 ) -> Iterator[str]:
-    """Yield a line for each parameter with several paths of which not all would be the same
-    slice."""
+    """Yield a line for each tied parameter, one with several paths, that these styles would cut in
+    different ways. replaced: the layers that parallel ones are to replace, by path."""
     for paths in _tied_parameters(module):
         holders = [path.rpartition(".")[0] for path in paths]
         if not any(holder in replaced for holder in holders):
             continue
-        slices: set[int | str | None] = set()
+        # how each of the layers that hold it would have it: the dim it is cut along, None if whole
+        cuts: set[int | str | None] = set()
         for path, holder in zip(paths, holders, strict=True):
             if holder in replaced:
                 name = path.rpartition(".")[2]
-                slices.add(SLICED_DIM.get((style_by_path[holder], name)))
+                cuts.add(SLICED_DIM.get((style_by_path[holder], name)))
             else:
-                slices.add("held by no parallel layer")
-        # a layer of its own each would have FP8 scales of its own
+                cuts.add("held by no parallel layer")
+        # several layers would each have FP8 scales of their own for it
         holding_layers = {id(replaced.get(holder)) for holder in holders}
         has_fp8_copies = context.plan.fp8 and len(holding_layers) > 1
-        if len(slices) > 1 or has_fp8_copies:
+        if len(cuts) > 1 or has_fp8_copies:
             yield (
                 f"{' and '.join(paths)} are one parameter, and these styles would cut it in "
                 'different ways: give both layers the style "whole", give an embedding "vocab" and '
@@ -430,7 +444,10 @@ def _tie(
     tied: list[list[str]],
     replaced: Mapping[str, nn.Module],
 ) -> None:
-    """Make parameters that were one parameter one again, after their layers have been replaced."""
+    """Make parameters that were one parameter one again, after their layers have been replaced.
+
+    tied: the paths of each such parameter. replaced: the layers that were replaced, by path.
+    """
     # The first of the paths has a parallel layer's parameter: the others get it too.
     for paths in tied:
         first, *other_paths = paths
@@ -447,7 +464,8 @@ def _problems_of_kept_parameters(
     replaced: Mapping[str, nn.Module],
     context: Context,
 ) -> list[str]:
-    """Return the problems of the parameters that no parallel layer replaces."""
+    """Return a line if parameters are left that no parallel layer replaces, and the context does
+    not allow for them; otherwise nothing."""
     plan = context.plan
     replaced_ids: set[int] = set()
     for layer in replaced.values():
@@ -477,7 +495,12 @@ def _parallel_layer(
     name: str,
     watch: CheckedPasses,
 ) -> nn.Module:
-    """Return the parallel layer of a style with this rank's slice of the values of `layer`."""
+    """Return the parallel layer of a style with this rank's slice of the values of `layer`.
+
+    name: the path of the layer, by which its parameters are named. watch: the passes through the
+    module, noted by layers on several tensor-parallel ranks.
+    """
+    # one rank needs no checks of what it is given
     watched = context.tp.size > 1
     if isinstance(layer, NORMS):
         new = _parallel_norm(
@@ -522,18 +545,23 @@ def _parallel_norm(
     watched: bool,
     of_heads: bool,
 ) -> nn.Module:
-    kind: Any
+    """Return the parallel norm in the place of `layer`, with initial values of its own.
+
+    watched: it checks what it is given. of_heads: it is over the features of one head, and heads
+    are cut over tp.
+    """
+    make_norm: Any
     if isinstance(layer, nn.RMSNorm):
-        kind = WatchedRMSNorm if watched else RMSNorm
+        make_norm = WatchedRMSNorm if watched else RMSNorm
         # torch's default: the epsilon of the dtype
         eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None else layer.eps
     else:
         assert isinstance(layer, nn.LayerNorm)
-        with_bias = WatchedLayerNorm if watched else LayerNorm
-        kind = partial(with_bias, bias=layer.bias is not None)
+        layer_norm = WatchedLayerNorm if watched else LayerNorm
+        make_norm = partial(layer_norm, bias=layer.bias is not None)
         eps = layer.eps
     # of heads, each rank sees its own ones, so that it has a partial gradient
-    norm = kind(
+    norm = make_norm(
         context,
         layer.normalized_shape[0],
         name=name,
@@ -547,7 +575,8 @@ def _parallel_norm(
 
 @torch.no_grad()
 def _copy_slice(parameter: nn.Parameter, full: Tensor) -> None:
-    """Copy this rank's slice of `full` to `parameter`, whose padding stays as it is."""
+    """Copy this rank's slice of the plain parameter `full` to the parallel layer's `parameter`,
+    whose padding stays as it is."""
     part = layout_of(parameter).parts[0]
     unpadded = tuple(slice(length) for length in part.local)
     parameter[unpadded].copy_(part.take(full))

@@ -47,11 +47,12 @@ def transformers_styles(model: nn.Module) -> dict[str, Style]:
         elif isinstance(module, nn.Embedding):
             module.padding_idx = None
     paths = [path for path, _ in model.named_modules()]
-    return {
-        pattern: style
-        for pattern, style in STYLES.items()
-        if any(fnmatchcase(path, pattern) for path in paths)
-    }
+    # `parallelize` refuses patterns that match no layer
+    styles: dict[str, Style] = {}
+    for pattern, style in STYLES.items():
+        if any(fnmatchcase(path, pattern) for path in paths):
+            styles[pattern] = style
+    return styles
 
 
 def _torch_norm(norm: nn.Module) -> nn.RMSNorm:

@@ -54,9 +54,15 @@ class _Stop(Exception):
 
 class _Call:
     """One call of `function`: the tensors that autograd would have saved in it, by number, and its
-    result."""
+    result.
 
-    RESULT = -1
+    function: is called again in the backward pass.
+    count: how many tensors the call would have saved.
+    wants_result: the operation after the function would have saved its result.
+    recomputed: the tensors by number, from their recomputation until the backward pass takes them.
+    """
+
+    RESULT = -1  # the number of the result
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.function = function
@@ -64,7 +70,7 @@ class _Call:
         self.input: Any = _Keep.apply(x)
         self.count = 0
         self.wants_result = False
-        self.recomputed: dict[int, Tensor] = {}  # until the backward pass asks for them
+        self.recomputed: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> int:
         """Return the number that autograd saves in place of a tensor."""
@@ -85,9 +91,11 @@ class _Call:
         in_order = result.is_contiguous()
 
         def pack(tensor: Tensor) -> Tensor | torch.Size:
-            is_view = storage_address(tensor) == storage and tensor.numel() == size
+            """Return what autograd saves in place of a tensor: of the result, or a view of all of
+            it, the shape alone."""
+            has_same_elements = storage_address(tensor) == storage and tensor.numel() == size
             # if either were not contiguous, the shape would not identify the elements
-            is_result = is_view and in_order and tensor.is_contiguous()
+            is_result = has_same_elements and in_order and tensor.is_contiguous()
             self.wants_result |= is_result
             return tensor.shape if is_result else tensor
 
@@ -100,7 +108,8 @@ class _Call:
             return then(result)
 
     def _recompute(self) -> None:
-        """Call the function again, to its end or until it has recomputed every saved tensor."""
+        """Call the function again, to its end or until it has computed every tensor that it would
+        have saved, and keep these in `recomputed`, with the result if that is wanted."""
         (x,) = self.input.grad_fn.saved_tensors
         saved: list[Tensor] = []
 

@@ -89,9 +89,10 @@ Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def compiled_region(call: LeafCall, compiler: Compiler = inductor) -> RegionPasses:
-    """Return the compiled passes of a region, whose results are contiguous.
+    """Return the compiled passes of a call of a region.
 
-    Raises what the compiler raises.
+    The results of the region must be contiguous. compiler: makes a function of each graph. Raises
+    what the compiler raises.
     """
     inputs = call.example_tensors()
     traced = _trace(lambda *tensors: call.run(tensors), inputs)
@@ -115,11 +116,13 @@ def compiled_region(call: LeafCall, compiler: Compiler = inductor) -> RegionPass
 
 @dataclass(frozen=True)
 class _Traced:
-    """Both passes of a region in one graph, by its nodes.
+    """Both passes of a region in one graph, by the nodes of the graph.
 
-    tangents: the gradients of the results.
-    saved: what autograd keeps for the backward pass.
-    grads: the gradients of the inputs at the positions `differentiable`.
+    inputs, results: of the forward pass.
+    tangents: the gradients of the results, which the backward pass is given.
+    saved: the tensors that autograd keeps for the backward pass.
+    grads: the results of the backward pass, the gradients of the inputs at the positions
+        `differentiable`.
     """
 
     inputs: list[Node]
@@ -131,20 +134,23 @@ class _Traced:
 
     @property
     def _needed_nodes(self) -> list[Node]:
-        """Return what the backward pass reads: tensors that autograd kept, and inputs."""
-        reached = _nodes_before(self.grads, {*self.saved})
-        candidates = dict.fromkeys((*self.saved, *self.inputs))
-        return [node for node in candidates if node in reached]
+        """Return the nodes of the forward pass that the backward pass reads: tensors that autograd
+        keeps, and inputs."""
+        # from the gradients back to what autograd keeps: nothing before that is computed again
+        read_backward = _nodes_before(self.grads, {*self.saved})
+        candidates = dict.fromkeys((*self.saved, *self.inputs))  # each once, in order
+        return [node for node in candidates if node in read_backward]
 
     @property
     def _extra_nodes(self) -> list[Node]:
-        """Return what the forward pass must return for the backward pass alone."""
+        """Return what the forward pass must return besides the results, because the backward pass
+        reads it."""
         return [node for node in self._needed_nodes if node not in (*self.inputs, *self.results)]
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Return the positions of what the backward pass reads among inputs, results and what else
-        is kept."""
+        """Return `RegionPasses.needed`: the positions of what the backward pass reads among inputs,
+        results and extra nodes, in this order."""
         inputs_and_outputs = [*self.inputs, *self.results, *self._extra_nodes]
         return tuple(inputs_and_outputs.index(node) for node in self._needed_nodes)
 
@@ -159,8 +165,12 @@ def _trace(
     region: Callable[..., tuple[Tensor, ...]],
     inputs: Sequence[Tensor],
 ) -> _Traced:
-    """Trace a region with its gradients. Writes in place become new tensors, so that each node is
-    one value."""
+    """Return both passes of a region as one graph, traced on tensors without values.
+
+    inputs: examples, of which only shapes, strides and dtypes count. In the graph writes in place
+    are new tensors, so that each node is one value.
+    """
+    # `run_both_passes` sets these three while it is traced
     result_count = 0
     saved_count = 0
     differentiable: tuple[int, ...] = ()
@@ -169,13 +179,15 @@ def _trace(
         arguments: list[Tensor],
         tangents: list[Tensor],
     ) -> list[Tensor]:
-        """Return results, saved tensors and gradients, and note how many there are of each."""
+        """Return the results, the tensors that autograd keeps and the gradients, one after the
+        other, and note how many there are of each."""
         nonlocal result_count, saved_count, differentiable
         saved: list[Tensor] = []
 
         def save(tensor: Tensor) -> Tensor:
-            saved.append(tensor.detach())
-            return saved[-1]
+            kept = tensor.detach()
+            saved.append(kept)
+            return kept
 
         graph_inputs = _as_graph_inputs(arguments)
         with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
@@ -198,15 +210,16 @@ def _trace(
     with torch.no_grad():
         # examples of the gradients of the results, of which only shape and dtype count
         tangents = [torch.randn_like(y) for y in region(*inputs)]
-        graph = make_fx(run_both_passes, tracing_mode="fake")(list(inputs), tangents)
+        first_graph = make_fx(run_both_passes, tracing_mode="fake")(list(inputs), tangents)
 
-        def run_graph(*tensors: Tensor) -> Any:
-            return graph(list(tensors[:input_count]), list(tensors[input_count:]))
+        def run_first_graph(*tensors: Tensor) -> Any:
+            return first_graph(list(tensors[:input_count]), list(tensors[input_count:]))
 
-        # again, without writes in place
-        graph = make_fx(functionalize(run_graph), tracing_mode="fake")(*inputs, *tangents)
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    (outputs,) = graph.graph.find_nodes(op="output")[0].args
+        # traced again, with a new tensor in place of each write in place
+        trace_without_writes = make_fx(functionalize(run_first_graph), tracing_mode="fake")
+        graph = trace_without_writes(*inputs, *tangents).graph
+    placeholders = graph.find_nodes(op="placeholder")
+    (outputs,) = graph.find_nodes(op="output")[0].args
     # by the nodes that computed them: a detached tensor is the same value
     values = [_source(node) for node in outputs]
     first_grad = result_count + saved_count
@@ -234,7 +247,8 @@ def _source(node: Node) -> Node:
 
 
 def _nodes_before(ends: Sequence[Node], stops: set[Node]) -> set[Node]:
-    """Return the nodes that compute `ends`, back to inputs and to `stops`."""
+    """Return `ends` and all nodes that they are computed from, back to inputs of the graph; of
+    `stops` those that are reached, but nothing before them."""
     reached: set[Node] = set()
     pending = list(ends)
     while pending:
@@ -251,25 +265,29 @@ def _cut_graph(
     inputs: Sequence[Node],
     outputs: Sequence[Node],
 ) -> GraphModule:
-    """Return the part of a graph that computes outputs from inputs."""
+    """Return a copy of the part of a graph that computes `outputs` from `inputs`, nodes of it."""
     part = Graph()
-    values = dict[Node, Node]()
-    reached = _nodes_before(outputs, {*inputs})
+    copies = dict[Node, Node]()  # by the node of the whole graph
+
+    def copy_of_argument(argument: Node) -> Node:
+        return copies[_source(argument)]
+
     for node in inputs:
-        values[node] = part.placeholder(node.name)
-        values[node].meta = dict(node.meta)
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
     whole_graph = inputs[0].graph
+    reached = _nodes_before(outputs, {*inputs})
     # in the order of the whole graph, so that arguments come first
     for node in whole_graph.nodes:
-        if node in reached and node not in values:
-            values[node] = part.node_copy(node, lambda argument: values[_source(argument)])
-    part.output(tuple(values[node] for node in outputs))
+        if node in reached and node not in copies:
+            copies[node] = part.node_copy(node, copy_of_argument)
+    part.output(tuple(copies[node] for node in outputs))
     return GraphModule(torch.nn.Module(), part)
 
 
 def trial_difference_of_region(call: LeafCall, passes: Callable[..., Any]) -> str:
-    """Return how compiled passes differ from their region on trial, "" if neither results nor
-    gradients do."""
+    """Return in words how the results or gradients of compiled passes differ from those of their
+    region on random numbers, "" if by rounding only."""
     inputs = call.example_tensors()
     tangents = [torch.randn_like(y) for y in call.run(inputs)]
     exact_call = call.in_float64()
@@ -288,7 +306,11 @@ def _run_with_gradients(
     inputs: Sequence[Tensor],
     tangents: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return the results of a function, and the gradients of its inputs, zero where none flows."""
+    """Return the results of a function, and then the gradients of its inputs, zero where none
+    flows.
+
+    tangents: the gradients of the results.
+    """
     graph_inputs = _as_graph_inputs(inputs)
     with torch.enable_grad():
         results = function(*graph_inputs)

@@ -64,11 +64,12 @@ class ReplicatedLinear(nn.Module):
 
 
 def whole_on_all_ranks(shared: Tensor, context: Context) -> Tensor:
-    """Return what a `ReplicatedLinear` made, [s, b, features], as each rank's heads read it: whole
-    on all ranks of tp.
+    """Return the result of a `ReplicatedLinear` whole on all ranks of tp, [whole s, b, features],
+    where each rank's own heads read it.
 
-    Collective over tp: under sequence parallelism forward, and in any case backward, which sums the
-    gradients of the ranks' heads.
+    shared: that result, [s, b, features], or [s / tp, b, features] under sequence parallelism.
+    Collective over tp: under sequence parallelism the forward pass gathers it; the backward pass
+    sums the gradients of the ranks' heads in any case.
     """
     if context.cut_sequence:
         return collectives.gather(shared, context.tp)

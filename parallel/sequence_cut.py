@@ -35,7 +35,10 @@ def chunks_of_rank(
     size: int,
     num_tokens: int,
 ) -> tuple[range, range]:
-    """Return the positions of both chunks of a rank that has so many tokens of each sequence."""
+    """Return the positions of both chunks of a rank of cp.
+
+    rank, size: of cp. num_tokens: the tokens of each sequence that a rank has.
+    """
     length = num_tokens // 2
     # one chunk from the beginning of the sequence, and its mirror image from the end
     first = rank * length
@@ -61,9 +64,9 @@ def positions_between(
     length: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the positions of the `length` tokens that this rank has between blocks: int64
-    [length]."""
-    # each tp rank has all tokens of its cp rank
+    """Return the positions of the `length` tokens that this rank has between blocks, in their
+    sequence: int64 [length]."""
+    # without sequence parallelism each tp rank has all tokens of its cp rank
     if not context.cut_sequence:
         return positions(context.cp, length, device)
     # the tokens of the cp rank, in order, are cut once more over tp

@@ -18,8 +18,11 @@ from megaprec.comm.axis import Axis
 
 
 def exchange_for_tokens(x: Tensor, cp: Axis) -> Tensor:
-    """Return all tokens of some features, [whole s, b, f], of x [own s, b, ranks, f], which is own
-    tokens of the features of each rank. Collective over cp, forward and backward."""
+    """Return all tokens of this rank's f features, [whole s, b, f].
+
+    x: [own s, b, ranks, f], this rank's tokens with the features of each rank of cp.
+    Collective over cp, forward and backward.
+    """
     if cp.size == 1:
         return x.squeeze(2)
     to_ranks = x.movedim(2, 0).flatten(0, 1)  # [ranks * own s, b, f]
@@ -32,10 +35,15 @@ def exchange_for_tokens(x: Tensor, cp: Axis) -> Tensor:
 
 
 def exchange_for_features(x: Tensor, cp: Axis) -> Tensor:
-    """Return own tokens of the features of each rank, [own s, b, ranks, f], of x [whole s, b, f]:
-    the inverse of `exchange_for_tokens`. Collective over cp, forward and backward."""
+    """Return this rank's tokens with the features of each rank of cp, [own s, b, ranks, f]: the
+    inverse of `exchange_for_tokens`.
+
+    x: [whole s, b, f], all tokens of this rank's f features.
+    Collective over cp, forward and backward.
+    """
     if cp.size == 1:
         return x.unsqueeze(2)
+    # a rank has a chunk from the first half of the sequence, and its mirror image from the second
     chunks = x.unflatten(0, (2, cp.size, -1))  # [2, ranks, half, b, f]
     first, mirrored = chunks.unbind(0)
     of_ranks = torch.stack((first, mirrored.flip(0)), 1)  # [ranks, 2, half, b, f]

@@ -90,8 +90,11 @@ class Beat:
         position: Position,
         calls: Sequence[RunningCall] = (),
     ) -> "Beat":
-        """Return the beat of this process now. calls: of its main thread, innermost first, if they
-        were looked at."""
+        """Return the beat of this process now.
+
+        number: of the beat. position: of this process. calls: the running calls of its main thread,
+        innermost first; empty if they were not looked at.
+        """
         waits = position.waits.under_way
         doing = [in_words(position.action)]
         if awaited := position.waits.awaited:
@@ -126,10 +129,8 @@ class Beat:
 
 
 def newest(beat: Beat) -> Beat:
-    """Return the beat with the present position of its process, if that runs on this machine.
-
-    The position that the beat has is a second or two old.
-    """
+    """Return the beat with the present position of its process, read from shared memory, if that
+    runs on this machine; otherwise the beat as it is, whose position is a second or two old."""
     if beat.machine != machine_id() or not beat.born or process_start(beat.pid) != beat.born:
         return beat
     position = read_shared(beat.pid, beat.shared)
@@ -296,10 +297,10 @@ class Heartbeat:
         seconds: float,
         host: bool,
     ) -> None:
-        """Announce that this rank leaves.
+        """Announce that this rank leaves, for at most so many seconds.
 
-        The host of the store waits until `ranks` ranks have announced it, or for `seconds`.
-        Otherwise the verdict would be gone before all ranks have read it.
+        host: the store ends with this process. It then waits until `ranks` ranks have announced
+            it: otherwise the verdict would be gone before all ranks have read it.
         """
 
         def leave() -> None:
@@ -322,7 +323,8 @@ class Heartbeat:
         """Write this rank's position; read the verdict and, while listening, the other ranks'
         positions."""
         self._beat_number += 1
-        # entries counts phases, and count what was noted in one: both as before, no progress
+        # `entries` is the number of phases begun, `count` that of actions noted in the present one:
+        # if both are as at the last beat, the main thread has not gone on
         progress = self._position.entries, self._position.count
         has_stopped = progress == self._last_progress
         calls = self._calls() if has_stopped else ()
@@ -349,16 +351,20 @@ class Heartbeat:
         self.answered = self._clock.now
 
     def _follow(self) -> None:
-        """Note whether a rank of a tier before this one's has read the beats since last time."""
+        """Set `attended` to now if a rank of a tier before this one's has read the beats since last
+        time."""
         keys = [f"{JUDGING} {tier}" for tier in range(self._tier)]
-        known = [key for key in keys if self._store.check([key])]
-        judgements = self._store.multi_get(known) if known else []
+        keys_set = [key for key in keys if self._store.check([key])]
+        judgements = self._store.multi_get(keys_set) if keys_set else []
         if judgements != self._judgements:
             self.attended = self._clock.now
         self._judgements = judgements
 
     def _compare(self, mine: Beat) -> None:
-        """Look for stragglers among the ranks that have a heartbeat."""
+        """Look for stragglers among the ranks that have a heartbeat, and add them to `noticed`.
+
+        mine: the beat of this rank, which is rank 0.
+        """
         beats = {0: mine}
         for rank, beat in self._read_others().items():
             if beat is not None:
@@ -373,10 +379,9 @@ class Heartbeat:
     def _read_others(self) -> dict[int, Beat | None]:
         """Return the last beat of each other rank; None for a rank that has ended before its
         first."""
-        beats: dict[int, Beat | None] = {
-            rank: None for rank in range(self.size) if rank != self.rank
-        }
-        keys = [str(rank) for rank in beats]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        beats: dict[int, Beat | None] = dict.fromkeys(others)
+        keys = [str(rank) for rank in others]
         # one request for all; only if a rank has no beat, one for each
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]
@@ -386,11 +391,13 @@ class Heartbeat:
         return beats
 
     def _listen(self) -> None:
-        """Note the other ranks' beats that have changed."""
+        """Note the other ranks' beats that have changed, with the time."""
         for rank, beat in self._read_others().items():
-            last = self.heard.get(rank)
-            if last is None or last[0] != beat:
-                self.heard[rank] = beat, self._clock.now
+            if rank in self.heard:
+                last_beat, _ = self.heard[rank]
+                if beat == last_beat:
+                    continue
+            self.heard[rank] = beat, self._clock.now
 
 
 def _within(seconds: float, act: Callable[[], object]) -> None:

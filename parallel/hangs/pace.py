@@ -94,15 +94,15 @@ class Stragglers:
 
     def compare(self, step: int, works: Mapping[int, PaceOfWork]) -> list[Straggler]:
         """Return the ranks that have become slow or are so no longer; none while the window is too
-        short.
+        short. A rank is slow if it was so in two windows, one after the other.
 
         step: the present step of rank 0.
-        works: of all ranks that could be read. A rank is slow if it was so in two windows, one
-            after the other.
+        works: what each rank has done since the start of the run, of all that could be read.
         """
-        window = {
-            rank: work.since(self._before.get(rank, PaceOfWork())) for rank, work in works.items()
-        }
+        window: dict[int, PaceOfWork] = {}  # the work of each rank since the last window
+        for rank, work in works.items():
+            before = self._before.get(rank, PaceOfWork())
+            window[rank] = work.since(before)
         if not window or min(work.steps for work in window.values()) < MIN_STEPS:
             return []
         step_seconds = {rank: work.seconds / work.steps for rank, work in window.items()}
@@ -121,7 +121,11 @@ class Stragglers:
         step: int,
         steps: int,
     ) -> Straggler | None:
-        """Return the rank if it has become slow or is so no longer, after a window of `steps`."""
+        """Return the rank if it has become slow or is so no longer, otherwise None.
+
+        step_seconds: the seconds of work in a step of the window, by rank.
+        step: the present step. steps: the number of steps of the window.
+        """
         peers = [
             seconds
             for other, seconds in step_seconds.items()
@@ -139,13 +143,7 @@ class Stragglers:
             self._reported.discard(rank)
             if not was_reported:
                 return None
-            return Straggler(
-                rank,
-                factor,
-                0,
-                step,
-                alone,
-            )
+            return Straggler(rank, factor, since=0, step=step, alone=alone)
         # a rank is reported once, until it is no longer slow
         if was_reported:
             return None
@@ -153,10 +151,5 @@ class Stragglers:
             self._suspicions[rank] = _Suspicion(step + 1 - steps, step, excess * steps)
             return None
         self._reported.add(rank)
-        return Straggler(
-            rank,
-            factor,
-            self._suspicions[rank].since(excess),
-            step,
-            alone,
-        )
+        since = self._suspicions[rank].since(excess)
+        return Straggler(rank, factor, since=since, step=step, alone=alone)

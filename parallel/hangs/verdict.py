@@ -56,7 +56,8 @@ def judge_silent(
     beats: Mapping[int, Beat | None],
     silent: Mapping[int, float],
 ) -> HangVerdict:
-    """Return the verdict about ranks without a heartbeat.
+    """Return the verdict about ranks without a heartbeat: their hosts are the cause if all ranks of
+    these are silent, otherwise the ranks are.
 
     silent: their seconds of silence, by rank.
     """
@@ -64,7 +65,6 @@ def judge_silent(
     ranks = sorted(silent)
     seconds = max(silent.values())
     lost_hosts = _lost_hosts(judge, known_beats, silent)
-    # whole hosts that are silent: not the ranks are the cause
     if lost_hosts:
         hosts = [f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()]
         lost = " and ".join(hosts)
@@ -82,10 +82,10 @@ def judge_silent(
         )
     return HangVerdict(
         reason,
-        tuple(ranks),
-        judge.rank,
-        tuple(ranks),
-        tuple(known_beats.values()),
+        culprits=tuple(ranks),
+        judge=judge.rank,
+        silent=tuple(ranks),
+        beats=tuple(known_beats.values()),
     )
 
 
@@ -96,10 +96,11 @@ def judge_hung(
 ) -> HangVerdict:
     """Return the verdict about ranks that all have a heartbeat.
 
+    The culprit is the rank that is least far among those that do not wait for others; if all wait,
+    the one that is least far of all.
     seconds: how long the phase has lasted.
     """
     known_beats = _known_beats(judge, beats)
-    # the culprit is the one that is least far among those that do not wait
     by_progress = sorted(known_beats.values(), key=lambda beat: (beat.step, beat.count, beat.rank))
     busy = [beat for beat in by_progress if not beat.waits]
     culprit = (busy or by_progress)[0]
@@ -116,10 +117,10 @@ def judge_hung(
         reason += f"{where_in_words(culprit)}{stack}; {'; '.join(others)}"
     return HangVerdict(
         reason,
-        (culprit.rank,),
-        judge.rank,
-        (),
-        tuple(known_beats.values()),
+        culprits=(culprit.rank,),
+        judge=judge.rank,
+        silent=(),
+        beats=tuple(known_beats.values()),
     )
 
 
@@ -146,13 +147,7 @@ def judge_store(
     reason = f"{host} ({address}, where the ranks meet) {problem}"
     reason += f"; rank {judge.rank} was in {where_in_words(judge)}"
     # the beats of other ranks are in the store, which cannot be read
-    return HangVerdict(
-        reason,
-        (0,),
-        judge.rank,
-        (0,),
-        (judge,),
-    )
+    return HangVerdict(reason, culprits=(0,), judge=judge.rank, silent=(0,), beats=(judge,))
 
 
 def verdict_of_own_failure(judge: Beat, error: str) -> HangVerdict:
@@ -220,8 +215,8 @@ def _lost_hosts(
     known_beats: Mapping[int, Beat],
     silent: Mapping[int, float],
 ) -> dict[str, list[int]]:
-    """Return the ranks of each other host that is silent as a whole; empty if a single rank of a
-    host is silent."""
+    """Return the ranks of each host that is silent as a whole, besides the judge's; empty if some
+    silent rank is on a host of which other ranks are not silent."""
     hosts: dict[str, list[int]] = {}
     for beat in known_beats.values():
         hosts.setdefault(beat.host, []).append(beat.rank)
@@ -229,7 +224,7 @@ def _lost_hosts(
     for host, ranks in hosts.items():
         if host != judge.host and all(rank in silent for rank in ranks):
             lost[host] = ranks
-    # A host is the cause only if that explains every silent rank.
+    # Hosts are the cause only if they have all silent ranks.
     lost_ranks = sorted(chain.from_iterable(lost.values()))
     return lost if lost_ranks == sorted(silent) else {}
 
@@ -243,9 +238,12 @@ def _describe_waiting(
     known_beats: Mapping[int, Beat],
     culprits: Iterable[int],
 ) -> str:
-    """Return the end of a sentence about the ranks that wait."""
-    waited_for = {*culprits}
-    waiting = [rank for rank, beat in known_beats.items() if beat.waits and rank not in waited_for]
+    """Return the end of a sentence about the ranks that wait for others, "" if none does. culprits:
+    ranks that the sentence names already."""
+    named_already = {*culprits}
+    waiting = [
+        rank for rank, beat in known_beats.items() if beat.waits and rank not in named_already
+    ]
     if not waiting:
         return ""
     # the position of the first stands for all, so that the line stays short

@@ -45,8 +45,9 @@ Leave = Callable[[HangVerdict], None]
 
 
 def longest_wait(timeout: float) -> float:
-    """Return seconds that no phase of a run exceeds: a time limit for communication that never acts
-    first."""
+    """Return a time limit in seconds for communication, so long that the watchdog always acts
+    first: no phase of a run takes as long."""
+    # `Watchdog.limit` is at most twice the larger of both; a minute more for the verdict to arrive
     return 2 * max(LONG, timeout) + 60
 
 
@@ -77,7 +78,7 @@ class Watchdog:
         self.timeout = timeout
         self._leave = leave
         self.error: BaseException | None = None
-        self.every = min(2.0, max(0.1, timeout / 10))
+        self.every = min(2.0, max(0.1, timeout / 10))  # seconds between two beats
         # Seconds of silence that are no mere delay: two beats in a row are missing.
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))
         # A pause of all processes is no silence: it counts as less than the window.
@@ -116,9 +117,9 @@ class Watchdog:
             self._heart.stop()
 
     def lost_connection(self, search: bool) -> None:
-        """Wait for a verdict that explains why this rank lost a connection; it ends this process.
+        """Wait for a verdict that explains why this rank lost a connection: with one the watchdog's
+        thread ends this process. Returns if there is none.
 
-        Returns if there is none.
         search: also look for a rank that has no heartbeat any longer, for some seconds.
         """
         if self._heart and (self._heart.read_verdict() or search):
@@ -168,6 +169,8 @@ class Watchdog:
         return longest
 
     def _run(self) -> None:
+        """Look for a verdict until the watchdog is stopped; with one, let the other ranks read it
+        and leave."""
         while not self._over.wait(self.every / 2):
             self._clock.tick()
             verdict = self._look()
@@ -182,7 +185,9 @@ class Watchdog:
             heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
 
     def _look(self) -> HangVerdict | None:
-        """Return the verdict as soon as all ranks that can be reached agree on it."""
+        """Return the verdict of the run, if there is one: the published one, which is the same on
+        all ranks, or that of a single rank, or that the store is lost. Otherwise see to it that the
+        other ranks' beats are read in time, and publish a verdict if the phase takes too long."""
         heart = self._heart
         now = self._clock.now
         if self.position.entries != self._phase_number:
@@ -199,29 +204,40 @@ class Watchdog:
             return HangVerdict.from_json(heart.verdict)
         if now >= self._connection_lost:
             return self._explain_loss(heart, now - self._connection_lost)
-        # Silence counts from when a beat was first read, so beats are read before they are judged.
-        # The lowest ranks begin early. A later tier begins if no tier before it reads the beats, or
-        # has come to a verdict: in a long phase of thousands of ranks, few read those of all.
-        tier = tier_of(self.rank)
-        if tier == 0:
-            delay = 0.0
-            heart.listening = elapsed > self.timeout / 6
-        else:
-            turn = (tier - 1) * self._window
-            delay = turn + self._window + 0.5
-            heart.following = elapsed > self.timeout / 3
-            is_unattended = now - heart.attended > tier * self._window
-            is_long = elapsed > min(limit, self.timeout)
-            heart.listening = elapsed > limit + turn or (is_long and is_unattended)
+        delay = self._listen_in_turn(heart, elapsed, limit)
         if elapsed > limit + delay:
             return self._judge(heart, self._window, elapsed)
         if elapsed > self.timeout + delay:
             return self._judge(heart, self.timeout)
         return None
 
+    def _listen_in_turn(self, heart: Heartbeat, elapsed: float, limit: float) -> float:
+        """Decide whether this rank reads the other ranks' beats now, and return the seconds by
+        which it judges them later than the ranks of the first tier do.
+
+        elapsed: seconds of the phase. limit: those that it may take.
+        """
+        # Silence counts from when a beat was first read, so beats are read before they are judged.
+        # The lowest ranks begin early. A later tier begins if no tier before it reads the beats, or
+        # has come to a verdict: in a long phase of thousands of ranks, few read those of all.
+        tier = tier_of(self.rank)
+        if tier == 0:
+            heart.listening = elapsed > self.timeout / 6
+            return 0.0
+        turn = (tier - 1) * self._window
+        heart.following = elapsed > self.timeout / 3
+        is_unattended = self._clock.now - heart.attended > tier * self._window
+        is_long = elapsed > min(limit, self.timeout)
+        heart.listening = elapsed > limit + turn or (is_long and is_unattended)
+        # the window in which silence shows once this tier listens, and half a second to be sure
+        return turn + self._window + 0.5
+
     def _explain_loss(self, heart: Heartbeat, elapsed: float) -> HangVerdict | None:
-        """Return the verdict about a lost connection to the store; publish one about a rank that
-        has fallen silent."""
+        """Explain why this rank lost a connection: return the verdict if the store is lost, and
+        publish one if a rank has fallen silent.
+
+        elapsed: seconds since the connection was lost.
+        """
         heart.listening = self._searches
         if heart.lost or (self._searches and elapsed > self._window + self.every):
             return self._judge(heart, self._window)
@@ -233,11 +249,12 @@ class Watchdog:
         patience: float,
         elapsed: float = 0.0,
     ) -> HangVerdict | None:
-        """Return the verdict about the store, which no rank can publish; publish the verdict about
-        a rank.
+        """Return a verdict about the store, if it does not answer: no rank can publish that.
+        Otherwise return None, and publish a verdict about silent ranks, or about the rank that
+        hangs.
 
         patience: seconds of silence that are allowed.
-        elapsed: seconds of the phase, if it has exceeded its limit.
+        elapsed: seconds of the phase if it has exceeded its limit, else 0.
         """
         now = self._clock.now
         if heart.lost or now - heart.answered > patience:
@@ -257,8 +274,11 @@ class Watchdog:
         return None
 
     def _judge_store(self, seconds: float, closed: bool) -> HangVerdict:
-        """Return the verdict about the host of the store; about rank 0 if that is the host and on
-        this machine."""
+        """Return the verdict that the host of the store does not answer; if rank 0 hosts it on this
+        machine, that rank 0 is silent.
+
+        seconds: since its last answer. closed: it has closed the connection.
+        """
         first = self.first_beat
         if first and first.machine == machine_id() and _in_rank_0() and not closed:
             return judge_silent(self.own_beat(), {0: newest(first)}, {0: seconds})

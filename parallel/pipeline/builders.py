@@ -70,7 +70,7 @@ def interleaved(
     to a rank as the last one leaves it.
     """
     groups = _group_sizes(ranks, microbatches)
-    visits = _visits(groups, chunks)
+    visits = _visits(groups, chunks)  # the same order on each rank
     # forwards of the warm-up that each rank runs more than the next one, as in Megatron-LM
     # (`get_pp_rank_microbatches`)
     warmup_a_rank = 1 if chunks == 1 else 2
@@ -79,9 +79,11 @@ def interleaved(
         forwards = []
         backwards = []
         for chunk, microbatch in visits:
-            forwards.append(Instruction(Op.FORWARD, chunk * ranks + rank, microbatch))
-            stage = (chunks - 1 - chunk) * ranks + rank
-            backwards.append(Instruction(Op.BACKWARD, stage, microbatch))
+            forward_stage = chunk * ranks + rank
+            # backwards go through the rank's stages from the last one to the first
+            backward_stage = (chunks - 1 - chunk) * ranks + rank
+            forwards.append(Instruction(Op.FORWARD, forward_stage, microbatch))
+            backwards.append(Instruction(Op.BACKWARD, backward_stage, microbatch))
         ranks_behind = ranks - rank - 1
         warmup = ranks_behind * warmup_a_rank + (chunks - 1) * max(groups)
         orders.append(_interlace(forwards, backwards, warmup))
@@ -97,7 +99,8 @@ def zb_h1(
     """Return 1F1B with split backwards; no rank holds more than rank 0 of 1F1B does, which is
     `ranks` micro-batches."""
     orders = [
-        _alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)
+        _alternate(rank, microbatches, warmup=ranks - rank - 1, backward=Op.BACKWARD_INPUT)
+        for rank in range(ranks)
     ]
     rank_of_stage = range(ranks)  # one stage on each rank
     filled = fill(orders, rank_of_stage, limit=ranks, cost=cost)
@@ -113,7 +116,7 @@ def zb_h2(
     """Return zb-h1 with twice the warm-up: with enough micro-batches and equal costs, no rank waits
     between its first and its last instruction."""
     orders = [
-        _alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT)
+        _alternate(rank, microbatches, warmup=2 * (ranks - rank - 1), backward=Op.BACKWARD_INPUT)
         for rank in range(ranks)
     ]
     rank_of_stage = range(ranks)  # one stage on each rank
@@ -156,8 +159,10 @@ def dualpipe_v(
     orders: list[Order] = []
     for rank in range(ranks):
         order = _dualpipe_v_order(rank, ranks, numbered)
-        orders.append([each for each in order if each.microbatch < microbatches])
-    return complete(orders, [*range(ranks), *reversed(range(ranks))])
+        present = [instruction for instruction in order if instruction.microbatch < microbatches]
+        orders.append(present)
+    rank_of_stage = [*range(ranks), *reversed(range(ranks))]
+    return complete(orders, rank_of_stage)
 
 
 def _alternate(
@@ -166,7 +171,8 @@ def _alternate(
     warmup: int,
     backward: Op = Op.BACKWARD,
 ) -> Order:
-    """Return `warmup` forwards of a stage, then a forward and a `backward` in turn."""
+    """Return the order of a rank with one stage: `warmup` forwards, then a forward and a backward
+    in turn, then the remaining backwards. backward: the operation that stands for a backward."""
     forwards = [Instruction(Op.FORWARD, stage, number) for number in range(microbatches)]
     backwards = [forward._replace(op=backward) for forward in forwards]
     return _interlace(forwards, backwards, warmup)
@@ -188,14 +194,17 @@ def _interlace(
 def _group_sizes(ranks: int, microbatches: int) -> list[int]:
     """Return the sizes of the groups of micro-batches: nearly equal, each at least `ranks` if there
     are that many."""
-    groups = max(1, microbatches // ranks)
-    size, larger = divmod(microbatches, groups)
-    return [size + 1] * larger + [size] * (groups - larger)
+    num_groups = max(1, microbatches // ranks)
+    size, num_larger = divmod(microbatches, num_groups)
+    return [size + 1] * num_larger + [size] * (num_groups - num_larger)
 
 
 def _visits(groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
-    """Return (chunk, micro-batch) pairs in a rank's order: one group through all chunks, then the
-    next group. groups: numbers of micro-batches."""
+    """Return the pairs (chunk, micro-batch) in the order in which a rank runs its forwards: one
+    group of micro-batches through all chunks of the rank, then the next group.
+
+    groups: the number of micro-batches of each group. chunks: stages of the rank.
+    """
     visits = []
     first = 0
     for size in groups:
@@ -245,11 +254,11 @@ def _dualpipe_v_order(
     ranks: int,
     microbatches: int,
 ) -> Order:
-    """Return the computations of one rank of DualPipeV in order.
+    """Return the computations of one rank of DualPipeV in order, in the phases of DeepSeek's code.
 
-    microbatches: at least as many as there are stages.
-
-    A weight gradient is that of the oldest input gradient which still lacks one.
+    microbatches: at least as many as there are stages. The rank has a downward stage, `rank`, and
+    an upward stage, which micro-batches reach after they have turned on the last rank. A weight
+    gradient is that of the oldest input gradient which still lacks one.
     """
     forward_down = (Op.FORWARD, rank)
     forward_up = (Op.FORWARD, 2 * ranks - 1 - rank)
@@ -278,22 +287,27 @@ def _dualpipe_v_order(
 
 
 def _numbered(pattern: Sequence[tuple[Op, int]]) -> Order:
-    """Return operations of stages with their micro-batches, of each stage in ascending order. A
-    weight gradient has the stage and the micro-batch of the oldest input gradient without one."""
+    """Return the instructions of a pattern of operations and stages: the n-th forward of a stage is
+    that of micro-batch n, and so is its n-th backward, whole or input half.
+
+    A weight gradient has the stage and the micro-batch of the oldest input gradient without one.
+    """
     order: Order = []
+    # by stage
     num_forwards = Counter[int]()
     num_backwards = Counter[int]()
-    waiting: deque[Instruction] = deque()
+    without_weight_gradient: deque[Instruction] = deque()
     for op, stage in pattern:
         if op is Op.BACKWARD_WEIGHT:
-            order.append(waiting.popleft()._replace(op=op))
+            input_gradient = without_weight_gradient.popleft()
+            order.append(input_gradient._replace(op=op))
             continue
         counts = num_forwards if op is Op.FORWARD else num_backwards
         instruction = Instruction(op, stage, counts[stage])
         counts[stage] += 1
         order.append(instruction)
         if op is Op.BACKWARD_INPUT:
-            waiting.append(instruction)
+            without_weight_gradient.append(instruction)
     return order
 
 
@@ -303,17 +317,18 @@ def fill(
     limit: int,
     cost: Cost = equal,
 ) -> list[Order]:
-    """Add the weight gradients to each rank's forwards and input gradients, wherever the rank would
-    wait.
+    """Return each rank's order with its weight gradients, which are put wherever the rank would
+    wait, by a simulation of all ranks.
 
-    A rank waits for another rank, or because it holds `limit` activations, each from its forward to
-    its weight gradient. The order of forwards and input gradients is kept. cost: use whole numbers,
-    which compare exactly.
+    orders: the forwards and input gradients of each rank, whose order is kept.
+    limit: a rank waits for another rank, or because it holds so many activations, each from its
+        forward to its weight gradient.
+    cost: the time of each instruction; use whole numbers, which compare exactly.
     """
     ranks = [_Filling(order, len(rank_of_stage) - 1, limit) for order in orders]
     now = 0.0
-    free_at = [0.0] * len(ranks)
-    done_at: dict[Instruction, float] = {}
+    free_at = [0.0] * len(ranks)  # the time at which each rank has ended its last instruction
+    done_at: dict[Instruction, float] = {}  # the time at which an instruction ends
 
     def is_done(instruction: Instruction) -> bool:
         return done_at.get(instruction, inf) <= now
@@ -334,7 +349,13 @@ def fill(
 
 
 class _Filling:
-    """One rank in `fill`: its remaining instructions and its finished order."""
+    """One rank in `fill`.
+
+    order: its remaining forwards and input gradients.
+    weight_gradients: those that can run at any time from now on.
+    num_held_activations: of micro-batches, from the forward of each to its weight gradient.
+    filled: what the rank has run so far, in order.
+    """
 
     def __init__(
         self,
@@ -345,14 +366,16 @@ class _Filling:
         self.order = deque(order)
         self.last_stage = last_stage  # of the pipeline
         self.limit = limit
-        self.weight_gradients: deque[Instruction] = deque()  # that can run at any time from now on
-        # of micro-batches: from the forward of each to its weight gradient
+        self.weight_gradients: deque[Instruction] = deque()
         self.num_held_activations = 0
         self.filled: Order = []
 
     def take(self, is_done: IsDone) -> Instruction | None:
-        """Return the instruction that this rank starts now, or None if none can run after the
-        finished ones."""
+        """Return the instruction that this rank starts now, and note it; None if it must wait.
+
+        It is the next forward or input gradient if that can run, otherwise a weight gradient.
+        is_done: returns whether an instruction of any rank has ended.
+        """
         if self.order and self._can_run(self.order[0], is_done):
             instruction = self.order.popleft()
         elif self.weight_gradients:
@@ -369,6 +392,8 @@ class _Filling:
         return instruction
 
     def _can_run(self, instruction: Instruction, is_done: IsDone) -> bool:
+        """Return True if a forward or an input gradient has the tensor of its neighbouring stage,
+        and a forward also the memory that it needs."""
         stage = instruction.stage
         if instruction.op is Op.FORWARD:
             if self.num_held_activations >= self.limit:

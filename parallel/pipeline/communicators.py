@@ -12,11 +12,12 @@ from parallel.pipeline.instructions import Channel, Message, MessageType
 
 
 def channels_of(rank_of_stage: Sequence[int]) -> list[Channel]:
-    """Return the channels between different ranks of a pipeline whose stages lie so."""
+    """Return the channels between different ranks of a pipeline, sorted. rank_of_stage: the rank of
+    each stage."""
     channels: set[Channel] = set()
     for stage in range(len(rank_of_stage) - 1):
         for kind in MessageType:
-            message = Message(kind, stage, microbatch=0)  # a channel takes those of all
+            message = Message(kind, stage, microbatch=0)  # all micro-batches have one channel
             channels.add(Channel.of(message, rank_of_stage))
     # sorted: all ranks must make the communicators in the same order
     return sorted(channel for channel in channels if channel.source != channel.destination)
@@ -30,8 +31,9 @@ def communicators(
     """Return a communicator for each channel that starts or ends at this rank. Collective over the
     world.
 
-    One split makes the communicators of several channels that have no rank in common, in all
-    pipelines at once.
+    axis: the pipeline axis. channels: all of a pipeline, the same on all ranks. One split of the
+    world makes the communicators of several channels that have no rank in common, in all pipelines
+    at once.
     """
     assert axis.group is not None
     if axis.rank_groups is None:
@@ -40,11 +42,14 @@ def communicators(
             "not known"
         )
     groups = {}
-    for numbers in pairings((channel.source, channel.destination) for channel in channels):
-        separate = [channels[number] for number in numbers]
-        pairs = [axis.rank_groups[:, [channel.source, channel.destination]] for channel in separate]
+    ends_of_channels = [(channel.source, channel.destination) for channel in channels]
+    for numbers in pairings(ends_of_channels):
+        # channels that have no rank in common
+        disjoint = [channels[number] for number in numbers]
+        # of each channel the pair of world ranks at its ends, in each pipeline: [pipelines, 2]
+        pairs = [axis.rank_groups[:, [channel.source, channel.destination]] for channel in disjoint]
         group = make_groups(torch.cat(pairs), dist.get_backend(axis.group))
-        for channel in separate:
+        for channel in disjoint:
             # this rank is in one of the pairs at most
             if axis.rank in (channel.source, channel.destination):
                 _connect(group, channel, axis, device)
@@ -58,13 +63,16 @@ def _connect(
     axis: Axis,
     device: torch.device,
 ) -> None:
-    """Make the first transfer of a communicator now.
+    """Make the first transfer of a channel's communicator now, from its source to its destination.
 
     NCCL connects both ends in the first transfer, in which even a send waits for its receive.
     """
     assert axis.group is not None
     greeting = torch.zeros(1, device=device)
+    # ranks of the world
+    source = dist.get_global_rank(axis.group, channel.source)
+    destination = dist.get_global_rank(axis.group, channel.destination)
     if axis.rank == channel.source:
-        dist.send(greeting, group=group, dst=dist.get_global_rank(axis.group, channel.destination))
+        dist.send(greeting, group=group, dst=destination)
     else:
-        dist.recv(greeting, group=group, src=dist.get_global_rank(axis.group, channel.source))
+        dist.recv(greeting, group=group, src=source)

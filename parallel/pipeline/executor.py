@@ -147,8 +147,8 @@ class Executor:
         """Run one step or one evaluation: every instruction, in order, over the pipeline axis of
         `links`.
 
-        Raises RuntimeError, or UserError if that was raised, chained to the original exception,
-        that names the instruction and the rank.
+        An exception becomes one that names the instruction and the rank, with the original as its
+        cause: a UserError stays a UserError, all others become RuntimeError.
         """
         self._receives_to_come = deque(
             instruction for instruction in self.program if instruction.op in RECEIVES
@@ -188,7 +188,8 @@ class Executor:
         return self._mail.get(message)
 
     def _finish(self) -> None:
-        """Wait for all sends, and assert that no message, graph or weight gradient is left."""
+        """Wait for all sends, and assert that no message, graph or work of weight gradients is
+        left."""
         self._position.note_action("end of the passes")
         self.links.finish()
         left_over = [*self._mail, *self._inputs_and_edges, *self._weight_work]
@@ -207,8 +208,8 @@ class Executor:
             received = self._mail.pop(message).requires_grad_(trains)
         output = self._hooks.forward(stage, microbatch, received)
         if trains:
-            # the edge without the output, whose memory the next stage may release
-            # none if nothing in a first stage is trained
+            # The edge leads into the graph without keeping the output, whose memory the next stage
+            # may release. There is none if nothing in a first stage is trained.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._inputs_and_edges[stage, microbatch] = received, edge
         if stage < self.links.stages - 1:
@@ -220,7 +221,9 @@ class Executor:
             self._mail[gradient] = _gradient_of_loss(output)
 
     def _backward(self, instruction: Instruction) -> None:
-        """Run a backward from the gradient in the mail, and put the gradient of the input there."""
+        """Run a backward pass from the gradient of the output, which is in the mail, and put the
+        gradient of the input there. Gradients of weights go where autograd and the layers put
+        them."""
         op, stage, microbatch = instruction
         if op is Op.BACKWARD and stage in self._reduced_stages:
             self._hooks.expect(stage, instruction in self._completing)
@@ -269,13 +272,16 @@ class Executor:
         # one receive is under way at a time
         if self._next_is_posted or not self._receives_to_come:
             return
-        following = self._receives_to_come[0]
-        if self.links.posts_early or self._posts.get(following, len(self.program)) <= index:
-            self.links.post_recv(following)
+        next_receive = self._receives_to_come[0]
+        never = len(self.program)
+        may_be_posted = self._posts.get(next_receive, never) <= index
+        if self.links.posts_early or may_be_posted:
+            self.links.post_recv(next_receive)
             self._next_is_posted = True
 
     def _describe_failure(self, index: int, error: Exception) -> str:
-        """Return the error with the instruction that failed and those around it."""
+        """Return the message for an error of instruction number `index`: the error, and a picture
+        of that instruction and those around it."""
         rank = self.links.axis.rank
         where = picture({rank: self.program}, {rank: index}, {rank: "failed here"})
         return (
@@ -285,8 +291,8 @@ class Executor:
 
 
 def _completing_passes(program: Sequence[Instruction]) -> set[Instruction]:
-    """Return the last backward pass of each reduced stage, if that pass also computes the weight
-    gradients."""
+    """Return the last backward pass of each stage that the program reduces, if it is a whole one:
+    after such a pass the gradients of the stage are complete."""
     last_of_stage = last_weight_gradients(program)
     completing: set[Instruction] = set()
     for instruction in program:

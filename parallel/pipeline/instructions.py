@@ -80,11 +80,12 @@ class Instruction(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the instruction with this text. Raises UserError if the text is no instruction."""
-        # no schedule has numbers of more digits
+        # an operation, a stage, and perhaps a micro-batch; no schedule has numbers of more digits
         match = re.fullmatch(rf"({'|'.join(Op)})(\d{{1,9}})(?:\.(\d{{1,9}}))?", text)
         if match:
             op, stage, microbatch = match.groups()
             instruction = cls(Op(op), int(stage), int(microbatch or NO_MICROBATCH))
+            # An instruction has one text: no number begins with 0, and only REDUCE has one number.
             if str(instruction) == text:
                 return instruction
         raise UserError.of("pipeline.instruction", text=text, op=", ".join(Op))

@@ -52,13 +52,15 @@ class ScheduleKind:
     bubble: the longest wait of a rank between its first and last instruction, over the time it
         computes.
     held: the largest number of micro-batches whose activations, of all its stages, a rank holds.
-    chunks: stages on each rank; with any_chunks that of no other wish.
+    chunks: the number of stages on each rank; with any_chunks the default, which may be changed.
     splits_backward: whether input and weight gradients, of all micro-batches or of some, are
         instructions of their own; the builder may place weight gradients by their cost.
     keeps_all: whether a rank holds the activations of all micro-batches at once.
-    is_1f1b: whether it is 1F1B over one or several stages a rank, which a planner may exchange.
-    until_regular, period: numbers of micro-batches, of the number of ranks: after so many the
-        schedule repeats itself with so many further ones.
+    is_1f1b: whether it is 1F1B over one or several stages a rank: a planner may take one such kind
+        for another.
+    until_regular, period: functions of the number of ranks that return numbers of micro-batches.
+        From `until_regular` micro-batches on, each further `period` of them make the step longer by
+        the same time.
     """
 
     build: Callable[[int, int, int, Cost], Schedule]
@@ -147,23 +149,25 @@ def schedule(
     """Return the schedule named `kind`, a key of `KINDS`.
 
     chunks: stages on each rank; 0: the default of the kind.
-    cost: the time that a forward, an input gradient and a weight gradient take; weight gradients
-        are placed by it. They are placed as if all costs were equal, if that schedule ends earlier.
+    cost: the time of each instruction, by which weight gradients are placed; as if all costs were
+        equal, if that schedule ends earlier.
     Raises UserError that lists every argument that does not fit.
     """
     if problems := schedule_problems(kind, ranks, microbatches, chunks):
         raise UserError(*problems)
     build = KINDS[kind].build
     chunks = chunks or KINDS[kind].chunks
+    of_equal_costs = build(ranks, microbatches, chunks, equal)
     # without split backwards there is nothing to place
     if not KINDS[kind].splits_backward or cost is equal:
-        return build(ranks, microbatches, chunks, equal)
-    candidates = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]
+        return of_equal_costs
+    of_cost = build(ranks, microbatches, chunks, cost)
 
     def step_time(candidate: Schedule) -> float:
         return max(span.end for span in simulate(candidate, cost))
 
-    return min(candidates, key=step_time)
+    # the first one if both take as long
+    return min((of_cost, of_equal_costs), key=step_time)
 
 
 def schedule_problems(

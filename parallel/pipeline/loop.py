@@ -127,11 +127,12 @@ class Pipeline:
 
         inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its
             tensor and pipeline ranks. The samples are cut evenly into micro-batches.
-        lr: the learning rate, unless the optimizer was built with one. Gradients that a backward
-        pass outside has left are part of the step, as in torch; zero_grad discards them. Raises
-        NonFiniteStep if a step is not finite and the precision plan asks for an error. After
-        another error in the middle of a step, one process alone has discarded its gradients; ranks
-        of several cannot go on.
+        lr: the learning rate, unless the optimizer was built with one.
+
+        Gradients that a backward pass outside has left are part of the step, as in torch; zero_grad
+        discards them. Raises NonFiniteStep if a step is not finite and the precision plan asks for
+        an error. After another error in the middle of a step a process without other ranks has
+        discarded its gradients and can take the next step; several ranks cannot go on.
         """
         if not torch.is_grad_enabled():
             raise UserError.of("pipeline.no_gradients")
@@ -171,9 +172,7 @@ class Pipeline:
         else:
             addend = torch.zeros_like(self._loss)
         total = self.optimizer.world.sum_(addend)
-        # the losses carry the number of dp ranks by which an averaging optimizer divides
-        averaged_ranks = self.optimizer.dp.size if self.optimizer.average else 1
-        return float(total) / averaged_ranks
+        return float(total) / self._averaged_ranks
 
     def _begin(
         self,
@@ -181,6 +180,12 @@ class Pipeline:
         targets: Tensor,
         scale: Tensor,
     ) -> None:
+        """Check a batch and prepare its passes: cut it into micro-batches, and set what the loss of
+        each is multiplied by, and the loss to 0. Collective over dp, and over the whole mesh in
+        batches 1, 2, 4, 8 and so on.
+
+        scale: the loss scale. Raises UserError for a batch that cannot be trained on.
+        """
         if self._failed:
             raise UserError.of("pipeline.failed_before")
         require_batch(inputs, targets, self.microbatches)
@@ -198,11 +203,16 @@ class Pipeline:
         count = dp.sum_(local_count)
         if not count:
             raise UserError.of("pipeline.nothing_counts", ignore_index=self.ignore_index)
-        # the optimizer divides by the number of dp ranks if it averages
-        averaged_ranks = dp.size if self.optimizer.average else 1
-        self._loss_weight = averaged_ranks / count
+        # so that the gradients of all ranks together are those of the mean over `count` targets
+        self._loss_weight = self._averaged_ranks / count
         self._scale = scale
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def _averaged_ranks(self) -> int:
+        """Return the number of dp ranks by which the optimizer divides gradients: losses are
+        multiplied by it. It is 1 if the optimizer sums over dp."""
+        return self.optimizer.dp.size if self.optimizer.average else 1
 
     def _forward_stage(
         self,
@@ -210,8 +220,9 @@ class Pipeline:
         microbatch: int,
         received: Tensor | None,
     ) -> Tensor:
-        """Return what a stage sends on for a micro-batch, in the dtype of transfers; of the last
-        stage its part of the scaled loss, which is also added to the loss of the step.
+        """Run a micro-batch through a stage. Return what the stage sends on, in the dtype of
+        transfers; of the last stage the micro-batch's part of the scaled loss, which is also added
+        to the loss of the step.
 
         received: what the stage before sent; None: the stage takes inputs of the batch.
         """
@@ -230,7 +241,8 @@ class Pipeline:
         return unchecked(output).to(plan.pipeline)
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss, times the loss scale."""
+        """Return a micro-batch's part of the mean loss, times the loss scale; without that scale it
+        is added to the loss of the step. Raises UserError for losses of another shape."""
         counts = targets != self.ignore_index
         # 0 in place of the ignored index, which may be no class that a loss function accepts
         losses = call_loss_fn(self.loss_fn, output, targets.masked_fill(~counts, 0))
@@ -242,8 +254,8 @@ class Pipeline:
         return loss * self._scale
 
     def _give_up(self) -> None:
-        """Forget what is left of a failed step, or, if other ranks take part in it, that there can
-        be another."""
+        """Discard what is left of a failed step, so that another can be taken. With other ranks
+        there cannot be another: these are still in the middle of the step."""
         if self.optimizer.world.size > 1:
             self._failed = True
             return
@@ -253,8 +265,8 @@ class Pipeline:
 
 
 def _first_context(stages: Sequence[nn.Module]) -> Context | None:
-    """Return the context of the first parallel layer; None if there is none. All layers share
-    one."""
+    """Return the context of the parallel layers, which all share one: that of the first layer; None
+    if there is no parallel layer."""
     for stage in stages:
         for module in stage.modules():
             context = getattr(module, "context", None)
@@ -288,6 +300,8 @@ class _TrainingHooks(_EvaluationHooks):
         self._pipeline.optimizer.expect(self._pipeline._chunk_of_stage[stage], is_last)
 
     def after(self, instruction: Instruction) -> None:
+        """Tell the optimizer that a backward pass, or a half of it, has ended, and let FP8's
+        histories advance after each pass."""
         if instruction.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
             self._pipeline.optimizer.end_microbatch(
                 instruction.microbatch,

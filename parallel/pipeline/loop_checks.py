@@ -32,7 +32,8 @@ def require_arguments(
     activation: Sequence[int],
     ignore_index: int,
 ) -> None:
-    """Raise UserError, naming all that are wrong, for arguments of `Pipeline` of another kind."""
+    """Raise UserError, naming all that are wrong, for arguments of `Pipeline` of a wrong type, or
+    without a meaning."""
     has_list = isinstance(stages, list | tuple | nn.ModuleList)
     has_modules = has_list and all(isinstance(stage, nn.Module) for stage in stages)
     # a class, such as nn.MSELoss, is callable too
@@ -40,7 +41,7 @@ def require_arguments(
     has_shape = isinstance(activation, list | tuple) and all(
         is_number(size, whole=True) and size > 0 for size in activation
     )
-    # whether each rule holds, and its sentence
+    # of each rule whether it holds, and the sentence that says it does not
     rules = (
         (
             has_modules,
@@ -80,9 +81,10 @@ def require_arguments(
 
 
 def require_same_chunks(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimizer) -> None:
-    """Raise UserError unless model chunk n of the optimizer is stage n, which may be wrapped.
+    """Raise UserError unless model chunk n of the optimizer has the parameters of stage n.
 
-    The gradients of a chunk are reduced when the schedule says that those of its stage are final.
+    Otherwise gradients would be reduced too early: those of a chunk are reduced when the schedule
+    says that those of its stage are final.
     """
     same = "give the optimizer and the pipeline the same modules in the same order"
     if len(optimizer.buffers) < len(stages):
@@ -100,7 +102,8 @@ def require_same_chunks(stages: Sequence[nn.Module], optimizer: ParallelAMPOptim
         for buffer in buffers:
             parameters_of_chunk.update(buffer.parameters)
         parameters_of_chunks.append(parameters_of_chunk)
-    # what the optimizer has of a chunk must be of that stage: it may be wrapped, or share weights
+    # Parameters are compared, not modules: a stage may be wrapped. A stage may have more of them
+    # than its chunk: a shared weight is in one chunk only.
     for number, stage in enumerate(stages):
         foreign = parameters_of_chunks[number].difference(stage.parameters())
         if foreign:
@@ -120,15 +123,15 @@ def require_alike(
     """Raise UserError on every rank if ranks were given different arguments. Collective over the
     world.
 
-    everywhere: arguments that all ranks share. in_replica: those that the ranks of one replica
-        share.
+    everywhere: arguments that must be the same on all ranks, by name. in_replica: those that must
+        be the same on the ranks of one replica.
     """
-    # (name, replica, text) of each; replica -1: all of them
-    local = [(name, -1, repr(value)) for name, value in everywhere.items()]
-    local += [(name, optimizer.dp.rank, repr(value)) for name, value in in_replica.items()]
+    # Of each argument its name, the replica in which it must be the same, -1 for all, and its text.
+    own_arguments = [(name, -1, repr(value)) for name, value in everywhere.items()]
+    own_arguments += [(name, optimizer.dp.rank, repr(value)) for name, value in in_replica.items()]
     # as texts: all ranks then see all, and each can name what differs
-    texts = gather_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
-    first_values: dict[tuple[str, int], str] = {}
+    texts = gather_texts(json.dumps(own_arguments).encode(), optimizer.world, optimizer.device)
+    first_values: dict[tuple[str, int], str] = {}  # by name and replica
     for text in texts:
         for name, replica, value in json.loads(text):
             first_value = first_values.setdefault((name, replica), value)
@@ -143,8 +146,8 @@ def require_batch(
     targets: Tensor,
     microbatches: int,
 ) -> None:
-    """Raise UserError unless both are tensors of the same samples, which make whole
-    micro-batches."""
+    """Raise UserError unless inputs and targets are tensors [sequence, samples, ...] of equally
+    many samples, which can be cut into `microbatches` equal parts."""
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor):
             kind = type(value).__name__
@@ -175,16 +178,16 @@ def require_same_samples(
     Collective over the world."""
     if optimizer.pp.size * optimizer.tp.size == 1:
         return
-    digests = {"inputs": _digest(inputs), "targets": _digest(targets)}
-    local = json.dumps([optimizer.dp.rank, digests]).encode()
-    texts = gather_texts(local, optimizer.world, optimizer.device)
-    digests_of_first: dict[int, dict[str, str]] = {}  # of the first rank of each replica
+    own_digests = {"inputs": _digest(inputs), "targets": _digest(targets)}
+    own_text = json.dumps([optimizer.dp.rank, own_digests]).encode()
+    texts = gather_texts(own_text, optimizer.world, optimizer.device)
+    first_digests: dict[int, dict[str, str]] = {}  # those of the first rank of each replica
     for text in texts:
-        replica, digests_of_rank = json.loads(text)
-        first = digests_of_first.setdefault(replica, digests_of_rank)
-        different = [name for name in digests if digests_of_rank[name] != first[name]]
-        if different:
-            raise UserError.of("pipeline.samples_differ", different=different[0], replica=replica)
+        replica, digests = json.loads(text)
+        first = first_digests.setdefault(replica, digests)
+        for name in own_digests:
+            if digests[name] != first[name]:
+                raise UserError.of("pipeline.samples_differ", different=name, replica=replica)
 
 
 def _digest(values: Tensor) -> str:

@@ -47,10 +47,14 @@ class P2P:
     shape, dtype, device: those of every activation and gradient between stages.
         `dataclasses.replace(links, shape=...)` transfers another shape over the same communicators,
         as evaluation may need.
+    match: receives find their sends by tag, or by the order of the messages of a channel.
+    groups: the process group by which the messages of each channel travel.
     shared: ranks that hold the same messages, so that each transfers its share of every message;
         with one rank messages are transferred whole.
     sends: the largest number of unfinished sends per channel; `simulation.sends_under_way` computes
         it for a schedule.
+    pending: the unfinished sends of each channel.
+    expected: the receives that were posted, by channel and tag.
     """
 
     axis: Axis
@@ -97,7 +101,7 @@ class P2P:
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
                 groups = communicators(axis, channels, device)
-        sharing_ranks = Axis("tp")  # of one rank: messages are transferred whole
+        sharing_ranks = Axis("tp")  # an axis of one rank: messages are transferred whole
         if shared is not None and match == "order":
             sharing_ranks = shared
         return P2P(
@@ -208,7 +212,8 @@ class P2P:
                 pending.popleft()
 
     def _route(self, instruction: Instruction) -> tuple[Channel, int]:
-        """Return the channel and the tag of the message of `instruction`."""
+        """Return the channel and the tag of the message of `instruction`; the tag is 0 where
+        messages match by order."""
         message = Message.of(instruction)
         assert message is not None, f"{instruction} transfers nothing"
         channel = Channel.of(message, self.rank_of_stage)

@@ -27,32 +27,36 @@ from parallel.pipeline.simulation import simulate
 
 
 def posts(schedule: Schedule) -> list[dict[Instruction, int]]:
-    """Return, by rank, the number of the instruction before which each receive is posted.
+    """Return, by rank, the index of the instruction of its program before which each receive is to
+    be posted.
 
     The schedule must run to its end.
     """
     order = _global_order(schedule)
-    send_orders: dict[Message | None, int] = {}
-    for (_, instruction), position in order.items():
+    # of each message, the place of its send in the global order
+    send_places: dict[Message | None, int] = {}
+    for (_, instruction), place in order.items():
         if instruction.op in SENDS:
-            send_orders[Message.of(instruction)] = position
+            send_places[Message.of(instruction)] = place
     spans = simulate(schedule)
-    due: dict[Message | None, float] = {}
+    # of each message, the simulated time of its send
+    send_times: dict[Message | None, float] = {}
     for span in spans:
         if span.instruction.op in SENDS:
-            due[Message.of(span.instruction)] = span.start
-    ends = {(span.rank, span.instruction): span.end for span in spans}
+            send_times[Message.of(span.instruction)] = span.start
+    end_times = {(span.rank, span.instruction): span.end for span in spans}
     posts_by_rank = []
     for rank, program in enumerate(schedule.programs):
-        orders = [order[rank, instruction] for instruction in program]
-        safe = _safe_posts(program, orders, send_orders)
-        end_times = [ends[rank, instruction] for instruction in program]
-        posts_by_rank.append(_posts_when_due(program, safe, end_times, due))
+        places = [order[rank, instruction] for instruction in program]
+        safe = _safe_posts(program, places, send_places)
+        ends = [end_times[rank, instruction] for instruction in program]
+        posts_by_rank.append(_posts_when_due(program, safe, ends, send_times))
     return posts_by_rank
 
 
 def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
-    """Return the position of each rank's instructions in an order of all of them."""
+    """Return the place of each rank's instructions in one order of the instructions of all ranks,
+    in which every receive follows its send: the first ranks go on as far as they can."""
     next_index = [0] * len(schedule.programs)
     sent = set[Message | None]()
     order = dict[tuple[int, Instruction], int]()
@@ -78,22 +82,23 @@ def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
 
 def _safe_posts(
     program: Program,
-    orders: Sequence[int],
-    send_orders: Mapping[Message | None, int],
+    places: Sequence[int],
+    send_places: Mapping[Message | None, int],
 ) -> dict[Instruction, int]:
-    """Return the least index in `program` before which each receive may be posted.
+    """Return, for each receive, the least index in `program` before which it may be posted: that of
+    the first instruction after its message's send in the global order.
 
-    orders: the position of each instruction in the global order.
-    send_orders: that of each message's send.
+    places: of each instruction of the program in the global order.
+    send_places: of each message's send in it.
     """
     indices = dict[Instruction, int]()
     earliest = 0
     for index, instruction in enumerate(program):
         if instruction.op not in RECEIVES:
             continue
-        send_order = send_orders[Message.of(instruction)]
+        send_place = send_places[Message.of(instruction)]
         post = index
-        while post > earliest and orders[post - 1] > send_order:
+        while post > earliest and places[post - 1] > send_place:
             post -= 1
         indices[instruction] = post
         # one message is under way at a time: the next receive stays behind this one
@@ -105,20 +110,21 @@ def _posts_when_due(
     program: Program,
     safe: Mapping[Instruction, int],
     ends: Sequence[float],
-    due: Mapping[Message | None, float],
+    send_times: Mapping[Message | None, float],
 ) -> dict[Instruction, int]:
-    """Return the index before which each receive is posted: behind all that ends before its message
-    is sent.
+    """Return, for each receive, the index in `program` before which it is posted: behind all
+    instructions that end before its message is sent.
 
-    safe: the least index that it may have. ends: the time at which each instruction ends.
-    due: that at which each message is sent.
+    safe: the least index that each receive may have. ends: the simulated time at which each
+    instruction of the program ends. send_times: that at which each message is sent.
     """
     indices = dict[Instruction, int]()
     for index, instruction in enumerate(program):
         post = safe.get(instruction)
         if post is None:
             continue
-        while post < index and ends[post] <= due[Message.of(instruction)]:
+        send_time = send_times[Message.of(instruction)]
+        while post < index and ends[post] <= send_time:
             post += 1
         indices[instruction] = post
     return indices

@@ -75,7 +75,8 @@ class Schedule:
 
 
 def _read_programs(text: str) -> list[Program]:
-    """Return the program of each line. Raises UserError for words that are no instruction."""
+    """Return the program of each line of a schedule as text. Raises UserError that lists, by line,
+    the words that are no instruction."""
     programs: list[Program] = []
     problems: list[Problem] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -92,9 +93,13 @@ def _read_programs(text: str) -> list[Program]:
 def _require_numbers(
     programs: Sequence[Program], rank_of_stage: Mapping[int, int], stages: Sequence[int]
 ) -> None:
-    """Raise UserError for stages and micro-batches that no line names."""
+    """Raise UserError for stages and micro-batches that no line names, although lines name larger
+    ones.
+
+    rank_of_stage: of the stages that a line names. stages: those from 0 to the largest.
+    """
     lacking = (stage for stage in stages if stage not in rank_of_stage)
-    # one wrong number of a stage is told at once, and not stage by stage
+    # One large number of a stage by mistake would make a problem of each stage below it.
     told = islice(lacking, MOST_PROBLEMS)
     problems = [Problem.of("pipeline.stage_without_line", stage=stage) for stage in told]
     problems += _unnamed_microbatch(programs)
@@ -103,9 +108,12 @@ def _require_numbers(
 
 
 def _require_none(problems: Sequence[Problem], count: int) -> None:
-    """Raise UserError for problems, of which no more than MOST_PROBLEMS are told. count: of all of
-    them, where the rest is not listed."""
-    # a file of another kind has one for each of its lines
+    """Raise UserError if there are problems. Of more than MOST_PROBLEMS it tells the first ones and
+    how many more there are.
+
+    problems: all of them, or the first ones. count: how many there are in all.
+    """
+    # a file of another kind has a problem in each of its lines
     num_further = count - MOST_PROBLEMS
     if num_further > 0:
         further = Problem.of("pipeline.further_problems", number=num_further)
@@ -201,15 +209,18 @@ def picture(
     at: Mapping[int, int],
     notes: Mapping[int, str],
 ) -> str:
-    """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and
-    the rank's note."""
-    rows: list[tuple[str, str, str]] = []
+    """Return lines of text, one per rank: its instruction number `at[rank]` in brackets, those
+    around it, and the rank's note.
+
+    programs, at, notes: by rank; a rank may have no note.
+    """
+    rows: list[tuple[str, str, str]] = []  # for each rank its name, and the words before and after
     for rank, program in programs.items():
         before, after = _words_around(program, at[rank])
         rows.append((f"rank {rank}:", before, after))
-    # the current instructions stand below each other
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    name_width, before_width, after_width = widths
+    # as wide as the longest of a column, so that the current instructions are below each other
+    columns = zip(*rows, strict=True)
+    name_width, before_width, after_width = (max(map(len, column)) for column in columns)
     lines: list[str] = []
     for rank, (name, before, after) in zip(programs, rows, strict=True):
         line = f"{name:<{name_width}}  {before:>{before_width}} {after:<{after_width}}"
@@ -220,7 +231,8 @@ def picture(
 
 
 def _words_around(program: Sequence[Instruction], index: int) -> tuple[str, str]:
-    """Return the instructions before number `index`, and that in brackets with those after it."""
+    """Return as text the few instructions before number `index` of a program, and that one in
+    brackets with the few after it. index: the program's length for its end."""
     words = [*map(str, program)]
     first = max(0, index - SHOWN_AROUND)
     stop = index + 1 + SHOWN_AROUND

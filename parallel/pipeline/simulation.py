@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 
 
 class RefusedSchedule(UserError):
-    """A schedule that cannot be run.
+    """A schedule that cannot be run. Its lines are the problems, and a picture of all ranks.
 
     spans: the instructions that would run before it deadlocks.
     marks: the place of the fault, by rank.
@@ -93,19 +93,20 @@ def simulate(
     communicator: Communicator = lambda message: message,
     sends: int = SENDS_UNDER_WAY,
 ) -> list[Span]:
-    """Return the time span of each instruction.
+    """Return the time span of each instruction, in the order in which they are simulated.
 
-    The cost of a send is the transfer time of its message; a receive costs nothing. Every message
-    has its own communicator unless `communicator` says otherwise. A rank waits while one
-    communicator has `sends` unfinished sends of it.
+    cost: the time of an instruction: of a send the transfer time of its message, of a receive 0.
+    communicator: messages for which it returns the same value share a communicator; by default each
+        message has its own.
+    sends: a rank waits while one communicator has so many unfinished sends of it.
     Raises RefusedSchedule with a picture of all ranks if some instruction can never run.
     """
     simulation = _Simulation(schedule, cost, communicator, sends)
-    progress = True
-    while progress:
-        # every rank has its turn before the question is asked
-        moved = [simulation.run(rank) for rank in range(len(schedule.programs))]
-        progress = any(moved)
+    some_rank_moves = True
+    while some_rank_moves:
+        # a list: every rank has its turn before the question is asked
+        moves = [simulation.run(rank) for rank in range(len(schedule.programs))]
+        some_rank_moves = any(moves)
     simulation.require_finished()
     return simulation.spans
 
@@ -115,6 +116,7 @@ def simulate(
 def sends_under_way(schedule: Schedule) -> int:
     """Return the number of unfinished sends that a channel must allow so that no rank waits to
     send: two or more."""
+    # by channel: the times at which the number of unfinished sends changes, and by how much
     changes: dict[Channel, list[tuple[float, int]]] = defaultdict(list)
     for span in simulate(schedule):
         message = Message.of(span.instruction)
@@ -122,19 +124,20 @@ def sends_under_way(schedule: Schedule) -> int:
             channel = Channel.of(message, schedule.rank_of_stage)
             changes[channel] += [(span.start, +1), (span.end, -1)]
     most_unfinished = SENDS_UNDER_WAY
-    for of_channel in changes.values():
-        # at equal times the ends come before the starts
-        under_way = accumulate(step for _, step in sorted(of_channel))
-        most_unfinished = max(most_unfinished, *under_way)
+    for changes_of_channel in changes.values():
+        # sorted by time; at equal times -1 comes before +1
+        in_order = [change for _, change in sorted(changes_of_channel)]
+        unfinished = accumulate(in_order)
+        most_unfinished = max(most_unfinished, *unfinished)
     return most_unfinished
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Return the longest time that a rank waits between its first and its last computation, over
-    the time it computes.
+    """Return the bubble of the rank that waits longest: the time that it waits between its first
+    and its last computation, over the time that it computes; 0 if no rank computes.
 
-    (p - 1) / m for GPipe and 1F1B on p ranks of equal cost with m micro-batches. REDUCE counts as a
-    computation.
+    It is (p - 1) / m for GPipe and 1F1B on p ranks of equal cost with m micro-batches. REDUCE
+    counts as a computation.
     """
     bubbles = [0.0]
     for computations in _computations_by_rank(spans):
@@ -142,19 +145,20 @@ def bubble(spans: Sequence[Span]) -> float:
         if busy:
             start = min(span.start for span in computations)
             end = max(span.end for span in computations)
-            bubbles.append((end - start - busy) / busy)
+            waiting = end - start - busy
+            bubbles.append(waiting / busy)
     return max(bubbles)
 
 
 def idle(spans: Sequence[Span]) -> list[float]:
-    """Return, by rank, the idle fraction of the step, from the first computation of all ranks to
-    the last."""
-    ranks = _computations_by_rank(spans)
-    all_spans = [*chain(*ranks)]
-    start = min(span.start for span in all_spans)
-    end = max(span.end for span in all_spans)
+    """Return, by rank, the fraction of the step in which the rank does not compute. The step lasts
+    from the first computation of any rank to the last."""
+    by_rank = _computations_by_rank(spans)
+    all_computations = [*chain(*by_rank)]
+    start = min(span.start for span in all_computations)
+    end = max(span.end for span in all_computations)
     step_time = end - start
-    return [1 - _total(computations) / step_time for computations in ranks]
+    return [1 - _total(computations) / step_time for computations in by_rank]
 
 
 def _total(spans: Sequence[Span]) -> float:
@@ -162,7 +166,8 @@ def _total(spans: Sequence[Span]) -> float:
 
 
 def _computations_by_rank(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the computations of each rank that has any."""
+    """Return the spans of the computations of each rank that has any, by rank in ascending
+    order."""
     by_rank: dict[int, list[Span]] = {}
     for span in spans:
         if Message.of(span.instruction) is None:
@@ -176,22 +181,27 @@ def peak(
     within: Cost = lambda instruction: 0,
     message: float = 0,
 ) -> list[float]:
-    """Return, by rank, the peak memory of its activations.
+    """Return, by rank, the peak memory of its activations, in the unit of the arguments (bytes, or
+    micro-batches).
 
-    growth: what an instruction adds to the memory. within: what it takes besides, while it runs.
+    growth: what an instruction adds to the memory; negative if it frees some.
+    within: what an instruction takes besides, while it runs.
     message: size of one message between stages. Besides messages that are received and not used
         yet, a rank holds one for the posted receive and, on each channel, those of the unfinished
         sends.
     """
     peaks: list[float] = []
     for rank in range(len(schedule.programs)):
-        in_use = memory_in_use(schedule, rank, growth, within, message)
-        peaks.append(max((max(during, after) for _, during, after in in_use), default=0))
+        highest: float = 0
+        for memory in memory_in_use(schedule, rank, growth, within, message):
+            highest = max(highest, memory.during, memory.after)
+        peaks.append(highest)
     return peaks
 
 
 class MemoryInUse(NamedTuple):
-    """The memory of a rank's activations while it runs an instruction, and after it."""
+    """The memory of a rank's activations and messages while it runs an instruction, and after
+    it."""
 
     instruction: Instruction
     during: float
@@ -201,19 +211,17 @@ class MemoryInUse(NamedTuple):
 def memory_in_use(
     schedule: Schedule, rank: int, growth: Cost, within: Cost, message: float
 ) -> Iterator[MemoryInUse]:
-    """Yield the memory of a rank for each instruction of its program, in the program's order, in
-    which spans need not be.
+    """Yield the memory of a rank for each instruction of its program, in the program's order.
 
-    growth: what an instruction adds to the memory. within: what it takes besides, while it runs.
-    message: size of one message between stages.
+    growth, within, message: as in `peak`.
     """
     program = schedule.programs[rank]
-    messages = _message_memory(schedule, program, message, sends_under_way(schedule))
+    memory_of_messages = _message_memory(schedule, program, message, sends_under_way(schedule))
     activations = 0
-    for instruction, of_messages in zip(program, messages, strict=True):
-        during = activations + of_messages + within(instruction)
+    for instruction, messages in zip(program, memory_of_messages, strict=True):
+        during = activations + messages + within(instruction)
         activations += growth(instruction)
-        yield MemoryInUse(instruction, during, activations + of_messages)
+        yield MemoryInUse(instruction, during, after=activations + messages)
 
 
 def _message_memory(
@@ -222,9 +230,13 @@ def _message_memory(
     message: float,
     sends: int,
 ) -> Iterator[float]:
-    """Yield the memory that a rank holds for messages while it runs each instruction."""
+    """Yield the memory that a rank holds for messages while it runs each instruction of `program`.
+
+    message: size of one message. sends: the most unfinished sends of a channel.
+    """
     sent: Counter[Channel] = Counter()
-    # sends may be unfinished up to the limit of each channel: no time says when they finish
+    # When a send finishes is not known here: the first `sends` of a channel are taken to remain
+    # unfinished, as later ones replace them.
     unfinished = 0
     unused: set[Message] = set()  # received, and not yet taken by a computation
     receives_to_come = sum(instruction.op in RECEIVES for instruction in program)
@@ -251,19 +263,21 @@ def _message_memory(
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Return, by rank, the most activations held at once: forwards whose weight gradients are still
-    to come."""
+    """Return, by rank, how many activations it holds at once, at most: one for each micro-batch in
+    each of its stages, from the forward to the weight gradient."""
 
     def growth(instruction: Instruction) -> int:
         if instruction.op is Op.FORWARD:
             return 1
-        return -1 if instruction.op in WEIGHT_GRADIENTS else 0
+        if instruction.op in WEIGHT_GRADIENTS:
+            return -1
+        return 0
 
     return [int(count) for count in peak(schedule, growth)]
 
 
 class _Posted(NamedTuple):
-    """A transfer that `rank` has asked for."""
+    """A transfer that `rank` has asked for by `instruction`, at `time`."""
 
     message: Message
     rank: int
@@ -272,7 +286,7 @@ class _Posted(NamedTuple):
 
 
 class _Simulation:
-    """The state of the simulation of all ranks."""
+    """The state of the simulation of all ranks; the arguments are those of `simulate`."""
 
     def __init__(
         self,
@@ -291,13 +305,13 @@ class _Simulation:
         self.clock = [0.0] * len(self.programs)
         # ranks that asked for a message and wait for it
         self.receiving: set[int] = set()
-        # ranks that wait until a communicator can take one more send
+        # by rank that waits to send: the communicator that can take no more of its sends now
         self.crowded: dict[int, Hashable] = {}
-        # by communicator and rank
+        # by communicator and rank: the transfers that were asked for and are not finished, in order
         self.queues: dict[Hashable, dict[int, deque[_Posted]]] = defaultdict(
             lambda: defaultdict(deque)
         )
-        # end of a communicator's last transfer
+        # by communicator: the end of its last transfer
         self.free_at: dict[Hashable, float] = defaultdict(float)
         self.spans: list[Span] = []
 
@@ -311,8 +325,8 @@ class _Simulation:
         return self.next_index[rank] > start
 
     def _issue(self, rank: int, instruction: Instruction) -> bool:
-        """Run a computation or ask for a transfer. Return False if the transfer must be asked for
-        again later."""
+        """Run a computation of `rank`, or ask for a transfer. Return False if the transfer must be
+        asked for again later."""
         message = Message.of(instruction)
         if message is not None:
             return self._post(_Posted(message, rank, instruction, self.clock[rank]))
@@ -342,19 +356,24 @@ class _Simulation:
         return True
 
     def _transfer(self, communicator: Hashable) -> None:
-        """Run the transfers that are first in the queues of both ends."""
+        """Run the transfers of a communicator for which both ends have asked, as long as they are
+        the first ones in the queues of both."""
         while True:
             # one queue for each rank that has posted, of at most two
             queues = [queue for queue in self.queues[communicator].values() if queue]
-            if len(queues) < 2 or queues[0][0].message != queues[1][0].message:
+            if len(queues) < 2:
                 return
-            first, second = (queue.popleft() for queue in queues)
-            if first.instruction.op in SENDS:
-                send = first
-                receive = second
+            one_queue, other_queue = queues[:2]
+            if one_queue[0].message != other_queue[0].message:
+                return
+            one_end = one_queue.popleft()
+            other_end = other_queue.popleft()
+            if one_end.instruction.op in SENDS:
+                send = one_end
+                receive = other_end
             else:
-                send = second
-                receive = first
+                send = other_end
+                receive = one_end
             # both ends must have asked, and transfers of a communicator do not overlap
             start = max(send.time, receive.time, self.free_at[communicator])
             end = start + self.cost(send.instruction)
@@ -371,7 +390,7 @@ class _Simulation:
 
     def require_finished(self) -> None:
         """Raise RefusedSchedule, with the reason at each rank, if an instruction has not run or a
-        message is not received."""
+        message is not received. To be called when no rank can move any more."""
         notes: dict[int, str] = {}
         for rank, program in enumerate(self.programs):
             if self.next_index[rank] < len(program):
@@ -392,17 +411,18 @@ class _Simulation:
         return self.next_index[rank] == len(self.programs[rank])
 
     def _describe_wait(self, rank: int) -> str:
-        """Return what `rank` waits for."""
+        """Return in words what `rank`, whose next instruction is a transfer, waits for."""
         instruction = self.programs[rank][self.next_index[rank]]
         message = Message.of(instruction)
         assert message is not None, f"{instruction} waits for no rank"
         channel = Channel.of(message, self.schedule.rank_of_stage)
         queues = self.queues[self.communicator(message)]
         if instruction.op in SENDS:
-            return f"waits for rank {channel.destination} to receive {queues[rank][0].instruction}"
-        ahead = queues.get(channel.source)
+            oldest_send = queues[rank][0].instruction
+            return f"waits for rank {channel.destination} to receive {oldest_send}"
         wait = f"waits for {message.sender} of rank {channel.source}"
+        queue_of_sender = queues.get(channel.source)
         # the sender has asked for another message of the communicator first
-        if ahead and ahead[0].message != message:
-            wait += f", behind {ahead[0].instruction}"
+        if queue_of_sender and queue_of_sender[0].message != message:
+            wait += f", behind {queue_of_sender[0].instruction}"
         return wait

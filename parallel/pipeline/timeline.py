@@ -45,12 +45,16 @@ class Recording(PassObserver):
         self.spans.append(span)
 
     def gather(self, schedule: Schedule, device: torch.device) -> list[Span]:
-        """Return the spans of all ranks, in seconds from the start. Collective over the pipeline
-        axis."""
-        times = torch.zeros(max(map(len, schedule.programs)), 2, dtype=torch.float64, device=device)
-        local = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
-        times[: len(local)] = torch.tensor(local, dtype=torch.float64)
-        # all ranks gather as many rows: those of shorter programs are padded with zeros
+        """Return the spans of all ranks, in seconds from the start of the recording. Collective
+        over the pipeline axis.
+
+        schedule: whose programs were recorded. device: on which the axis communicates.
+        """
+        # all ranks gather equally many rows: those of shorter programs are padded with zeros
+        most_instructions = max(map(len, schedule.programs))
+        times = torch.zeros(most_instructions, 2, dtype=torch.float64, device=device)
+        own_times = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
+        times[: len(own_times)] = torch.tensor(own_times, dtype=torch.float64)
         times_of_ranks = self.pp.gather(times).view(self.pp.size, -1, 2).tolist()
         spans = []
         for rank, program in enumerate(schedule.programs):

@@ -61,7 +61,8 @@ def check(schedule: Schedule) -> None:
 
 
 def _spans_before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:
-    """Return the spans of the instructions that would run if each rank stopped at its mark."""
+    """Return the spans of the instructions that would run if each rank stopped at its mark, or at
+    an earlier deadlock."""
     programs = []
     for rank, program in enumerate(schedule.programs):
         stop = marks[rank].at if rank in marks else len(program)
@@ -85,12 +86,15 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
     program = schedule.programs[rank]
     present = {*program}
     required = _required(schedule, rank)
-    counts: Counter[Instruction] = Counter()
+    counts: Counter[Instruction] = Counter()  # how often each instruction has come so far
     for index, instruction in enumerate(program):
         counts[instruction] += 1
-        # what is absent altogether is named once, as missing
-        needed = [other for other in _prerequisites(instruction, required) if other in present]
-        late = [other for other in needed if other not in counts]
+        # prerequisites that come later; one that never comes is told once, as missing
+        late = [
+            other
+            for other in _prerequisites(instruction, required)
+            if other in present and other not in counts
+        ]
         if note := _describe_misplaced(instruction, schedule.rank_of_stage, rank):
             yield _Fault(rank, index, note)
         elif instruction not in required:
@@ -111,7 +115,8 @@ def _describe_misplaced(
     rank_of_stage: Sequence[int],
     rank: int,
 ) -> str:
-    """Return why an instruction of this stage is not for `rank`; empty if it is."""
+    """Return in words why an instruction is not for `rank`: its stage lives on another rank, or
+    does not exist; "" if it is for this rank."""
     if not 0 <= instruction.stage < len(rank_of_stage):
         return f"{instruction} is for a stage that does not exist"
     home = rank_of_stage[instruction.stage]
@@ -121,9 +126,11 @@ def _describe_misplaced(
 
 
 def _required(schedule: Schedule, rank: int) -> dict[Instruction, None]:
-    """Return all instructions that `rank` must run; the order is stable but has no meaning."""
+    """Return all instructions that `rank` must run, as keys; their order is stable but has no
+    meaning."""
     backward_ops = INPUT_GRADIENTS | WEIGHT_GRADIENTS
     trains = any(instruction.op in backward_ops for instruction in chain(*schedule.programs))
+    # the stages and micro-batches whose backward is in two halves
     split = {
         (instruction.stage, instruction.microbatch)
         for instruction in schedule.programs[rank]
@@ -135,15 +142,17 @@ def _required(schedule: Schedule, rank: int) -> dict[Instruction, None]:
             continue
         for microbatch in range(schedule.microbatches):
             ops = [Op.FORWARD]
-            if trains:
-                ops += HALVES if (stage, microbatch) in split else (Op.BACKWARD,)
+            if trains and (stage, microbatch) in split:
+                ops += HALVES
+            elif trains:
+                ops.append(Op.BACKWARD)
             computations += [Instruction(op, stage, microbatch) for op in ops]
     # with the transfers and reductions that these computations imply
     return dict.fromkeys(complete([computations], schedule.rank_of_stage).programs[0])
 
 
-# by operation, the operations that must come before it, and the distance of their stage from its
-# own
+# For an operation: those that must come before it for the same micro-batch, each with the distance
+# of its stage from the operation's own stage.
 BEFORE_BACKWARD = (
     (Op.FORWARD, 0),
     (Op.RECV_GRADIENT, 0),

@@ -48,11 +48,12 @@ class Activation(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A gated activation as leaves.
+    """A gated activation as leaves (`parallel.leaves`).
 
     value: y [..., 2 n] -> [..., n].
-    gradient: of y, from (gradient of the value, y).
-    gradient_in_place: the same where it is not compiled; None: `gradient`.
+    gradient: (gradient of the value, y) -> gradient of y.
+    gradient_in_place: computes what `gradient` does, where that is not compiled; None: `gradient`
+        itself.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -142,7 +143,7 @@ class ClampedGate(torch.autograd.Function):
         ctx.save_for_backward(y)
         ctx.alpha = alpha
         ctx.limit = limit
-        # Both are copies, so they may be overwritten.
+        # copies, so they may be overwritten
         gate, up = _clamp(y, limit)
         activated_gate = torch.sigmoid(gate * alpha).mul_(gate)
         activated = activated_gate.mul_(up.add_(1))
@@ -154,14 +155,15 @@ class ClampedGate(torch.autograd.Function):
         gate, up = _clamp(y, ctx.limit)
         sigmoid = torch.sigmoid(gate * ctx.alpha)
         grad_y = torch.empty_like(y)
-        grad_gate, grad_up = grad_y.chunk(2, -1)
+        grad_gate, grad_up = grad_y.chunk(2, -1)  # views, which are filled in below
         unclamped_gate, unclamped_up = y.chunk(2, -1)
-        # What was clamped has no gradient.
+        # what was clamped has no gradient
         up_is_clamped = unclamped_up.abs() > ctx.limit
         grad_of_clamped_up = (sigmoid * gate).mul_(grad)
         grad_up.copy_(grad_of_clamped_up.masked_fill_(up_is_clamped, 0))
         del grad_of_clamped_up  # before the next tensors are made
-        # Of gate * sigmoid(alpha * gate): sigmoid * (1 + alpha * gate * (1 - sigmoid)).
+        # The derivative of gate * sigmoid(alpha * gate) by the gate is
+        # sigmoid * (1 + alpha * gate * (1 - sigmoid)).
         slope = (1 - sigmoid).mul_(gate).mul_(ctx.alpha).add_(1).mul_(sigmoid)
         gate_is_clamped = unclamped_gate > ctx.limit
         grad_of_clamped_gate = slope.mul_(up.add_(1)).mul_(grad)
@@ -176,9 +178,9 @@ def _clamp(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
-# Of xIELU (Huang, 2024, arXiv:2411.13010): the linear part, and where the exponential ends short of
-# 0, as in transformers' XIELUActivation. The alphas are the softplus of what is learned, that of
-# negative numbers above XIELU_BETA; they begin at 0.8 both.
+# The constants of xIELU (Huang, 2024, arXiv:2411.13010), as in transformers' XIELUActivation: beta
+# and eps of the formula below, and what both alphas begin with. alpha_p is the softplus of a number
+# that is learned, alpha_n is XIELU_BETA more than the softplus of another.
 XIELU_BETA = 0.5
 XIELU_EPS = -1e-6
 XIELU_FIRST_ALPHA = 0.8
@@ -190,15 +192,16 @@ class Xielu(torch.autograd.Function):
         alpha_p y^2 + beta y                          where y > 0
         alpha_n (exp(min(y, eps)) - 1 - y) + beta y   elsewhere
 
-    Keeps y alone; computes in the dtype of the alphas or y's, whichever is wider. The gradient of
-    an alpha is the sum over all elements.
+    The constants beta and eps are XIELU_BETA and XIELU_EPS. Keeps y and the alphas; computes in the
+    dtype of the alphas or of y, whichever is wider. The gradient of an alpha is the sum over all
+    elements.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
         ctx.save_for_backward(y, alpha_p, alpha_n)
         wide = y.to(torch.promote_types(y.dtype, alpha_p.dtype))
-        curved = torch.where(wide > 0, alpha_p * wide.square(), alpha_n * _short_of_line(wide))
+        curved = torch.where(wide > 0, alpha_p * wide.square(), alpha_n * _exponential_part(wide))
         return curved.add_(wide, alpha=XIELU_BETA).to(y.dtype)
 
     @staticmethod
@@ -206,21 +209,24 @@ class Xielu(torch.autograd.Function):
         y, alpha_p, alpha_n = ctx.saved_tensors
         wide = y.to(torch.promote_types(y.dtype, alpha_p.dtype))
         is_positive = wide > 0
-        falling = wide.exp().masked_fill_(wide > XIELU_EPS, 0).sub_(1)
-        slope = torch.where(is_positive, 2 * alpha_p * wide, alpha_n * falling).add_(XIELU_BETA)
+        # the derivative of exp(min(y, eps)) - 1 - y: exp(y) - 1, or -1 where y > eps
+        slope_of_exponential = wide.exp().masked_fill_(wide > XIELU_EPS, 0).sub_(1)
+        slope = torch.where(is_positive, 2 * alpha_p * wide, alpha_n * slope_of_exponential)
+        slope.add_(XIELU_BETA)
         grad_y = slope.mul_(grad).to(y.dtype)
-        del slope, falling  # before the next tensors are made
+        del slope, slope_of_exponential  # before the next tensors are made
         of_positive = wide.square().mul_(grad).masked_fill_(~is_positive, 0)
-        of_negative = _short_of_line(wide).mul_(grad).masked_fill_(is_positive, 0)
+        of_negative = _exponential_part(wide).mul_(grad).masked_fill_(is_positive, 0)
         return grad_y, of_positive.sum().view(1), of_negative.sum().view(1)
 
 
-def _short_of_line(wide: Tensor) -> Tensor:
-    """Return by how much the exponential of xIELU's negative numbers is short of its line."""
+def _exponential_part(wide: Tensor) -> Tensor:
+    """Return exp(min(y, eps)) - 1 - y, which xIELU multiplies by alpha_n for negative numbers."""
     return wide.clamp(max=XIELU_EPS).expm1_().sub_(wide)
 
 
 def _xielu(y: Tensor, given: ActivationSettings) -> Tensor:
+    """Return xIELU of y, with the two learned numbers of the layer."""
     learned_p, learned_n = (
         Widen.apply(parameter, given.sensitive) for parameter in given.parameters
     )

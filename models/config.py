@@ -44,9 +44,10 @@ class ModelConfig(ModelFields):
     @model_validator(mode="before")
     @classmethod
     def _ignore_zero_head_dim(cls, fields: Any) -> Any:
-        # A field that is not given gets its default; 0 would be a width.
+        """Return the fields without `head_dim = 0`, which means the default as if it were not
+        given."""
         given = fields.get("head_dim") if isinstance(fields, dict) else None
-        # false is 0 too, and no width
+        # `false` equals 0 too: it is left, and refused for its type
         if given == 0 and type(given) is int:
             return {key: value for key, value in fields.items() if key != "head_dim"}
         return fields
@@ -58,7 +59,7 @@ class ModelConfig(ModelFields):
         return self
 
     def _problems(self) -> Iterator[Problem]:
-        """Yield a line for each reason why this is no model, or why a field has no effect."""
+        """Yield a line for each reason why these fields make no model, or why one has no effect."""
         yield from self._pair_problems()
         yield from self._head_problems()
         if self.latent:
@@ -80,7 +81,7 @@ class ModelConfig(ModelFields):
         yield from self._unused_keys()
 
     def _pair_problems(self) -> Iterator[Problem]:
-        """Yield each pair of keys that are on and not known together."""
+        """Yield a problem for each two keys that are on and that one model cannot have together."""
         for key, beside in BESIDE.items():
             if not getattr(self, key):
                 continue
@@ -89,6 +90,7 @@ class ModelConfig(ModelFields):
                     yield Problem.of("model.not_beside", key=key, other=other)
 
     def _head_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the numbers and widths of heads, and of positions."""
         # A head_dim that is given, or follows from latents, need not divide hidden.
         has_default_width = not self.latent and "head_dim" not in self.model_fields_set
         if self.hidden % self.heads and has_default_width:
@@ -96,7 +98,7 @@ class ModelConfig(ModelFields):
         elif self.positions == "rope":
             yield from self._rotary_problems()
         if self.heads % self.kv_heads:
-            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
+            divisors = [str(count) for count in range(1, self.heads + 1) if self.heads % count == 0]
             yield Problem.of(
                 "model.kv_heads_not_divisor",
                 kv_heads=self.kv_heads,
@@ -113,6 +115,7 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.rotary_keys_unused", positions=self.positions)
 
     def _nope_problems(self) -> Iterator[Problem]:
+        """Yield the problem of `nope_layers`, layers whose attention has no rotary positions."""
         if not self.nope_layers:
             return
         if not self._are_layers(self.nope_layers):
@@ -128,6 +131,7 @@ class ModelConfig(ModelFields):
         return rotates and set(layers) <= set(self.attention_layers)
 
     def _mtp_problems(self) -> Iterator[Problem]:
+        """Yield what modules of multi-token prediction are not known with."""
         # The modules have no table of learned positions.
         if self.mtp_layers and self.positions == "learned":
             yield Problem.of(
@@ -137,7 +141,7 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.mtp_factory", mtp_layers=self.mtp_layers, factory=self.factory)
 
     def _mup_problems(self) -> Iterator[Problem]:
-        """Yield what muP cannot scale from the base model."""
+        """Yield what muP cannot scale from its base model, and its keys that have no effect."""
         base = self.mup_base_hidden
         base_head_dim = self.mup_base_head_dim
         if not base:
@@ -159,12 +163,13 @@ class ModelConfig(ModelFields):
         yield from self._mup_width_problems()
 
     def _mup_width_problems(self) -> Iterator[Problem]:
-        """Yield the widths that a base model cannot have, because they would be no whole
-        numbers."""
+        """Yield the widths that would be no whole numbers in the base model, which has them smaller
+        by the factor hidden / mup_base_hidden."""
         base = self.mup_base_hidden
         for key, width in scaled_widths(self).items():
             if width * base % self.hidden == 0:
                 continue
+            # the nearest widths that are whole there, if they are above 0
             multiple = self.hidden // gcd(self.hidden, base)
             below = width // multiple * multiple
             choices = [str(choice) for choice in (below, below + multiple) if choice]
@@ -194,6 +199,7 @@ class ModelConfig(ModelFields):
                 yield Problem.of("model.bias_without_experts", key=key)
 
     def _window_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the keys of layers with the sliding window."""
         # window_layers and window_rope_base change nothing without a window.
         if self.window_layers and not self.window:
             yield Problem.of("model.window_layers_unused", window_layers=[*self.window_layers])
@@ -206,7 +212,8 @@ class ModelConfig(ModelFields):
             yield self._no_layers("window_layers")
 
     def _global_problems(self) -> Iterator[Problem]:
-        """Yield the problems of heads that layers without the window have for themselves."""
+        """Yield the problems of the heads that layers without the window have, other than those of
+        layers with it."""
         sizes = [key for key in ("global_head_dim", "global_kv_heads") if getattr(self, key)]
         given = list(sizes)
         if self.global_key_as_value:
@@ -223,18 +230,19 @@ class ModelConfig(ModelFields):
             yield from self._global_rotary_problems(sizes[0])
 
     def _unused_global_heads(self, sizes: Sequence[str]) -> Iterator[Problem]:
-        """Yield the keys of heads of layers without the window that no layer has."""
+        """Yield a problem for each key of heads of layers without the window, if all layers are
+        alike, or none is without it. sizes: those keys of numbers that are above 0."""
         layers_are_alike = len(self.window_layers) in (0, self.layers)
         if layers_are_alike:
-            # Other keys say the heads of such layers.
+            # head_dim and kv_heads say the heads of such layers
             for key in sizes:
                 yield Problem.of("model.global_heads_unused", key=key, value=getattr(self, key))
         if self.window and not self.window_layers:
             yield Problem.of("model.global_value_unused")
 
     def _global_rotary_problems(self, given: str) -> Iterator[Problem]:
-        """Yield what rotary positions lack where layers without the window have heads of their
-        own. given: the key that says so."""
+        """Yield the problems of rotary positions where layers without the window have heads of
+        their own. given: a key that says that they have."""
         if self.window and not self.window_rope_base:
             yield Problem.of("model.global_heads_rope", key=given)
         rotary_dims = self.unwindowed.rotary_dims
@@ -249,12 +257,14 @@ class ModelConfig(ModelFields):
         return sorted(valid) == [*numbers]
 
     def _no_layers(self, key: str) -> Problem:
-        """Return the problem that the value of `key` are no numbers of layers."""
+        """Return the problem that the value of `key` is no list of numbers of layers in increasing
+        order."""
         return Problem.of(
             "model.layer_numbers", key=key, value=[*getattr(self, key)], last=self.layers - 1
         )
 
     def _latent_problems(self) -> Iterator[Problem]:
+        """Yield a problem for each key that latent attention needs at another value."""
         required = {
             # what would be rotated is left as it is without positions, as in Kimi Linear
             "positions": "none" if self.positions == "none" else "rope",
@@ -286,7 +296,7 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.delta_layers_missing")
 
     def _hybrid_problems(self) -> Iterator[Problem]:
-        """Yield the problems of layers with one branch."""
+        """Yield the problems of `hybrid_pattern`, whose layers have one branch each."""
         pattern = self.hybrid_pattern
         if self.mamba and "M" not in pattern:
             yield Problem.of("model.mamba_unused", pattern=pattern)
@@ -312,7 +322,8 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.hybrid_mtp", mtp_layers=self.mtp_layers, last=pattern[-1])
 
     def _branch_problems(self, pattern: str) -> Iterator[Problem]:
-        """Yield the problems of letters without what they stand for, and the other way round."""
+        """Yield the problems of letters of `hybrid_pattern` whose branch the model does not
+        configure, and of keys of branches that no letter names."""
         if "M" in pattern and not self.mamba:
             yield Problem.of("model.mamba_missing", pattern=pattern)
         if "E" in pattern and not self.experts:
@@ -324,6 +335,7 @@ class ModelConfig(ModelFields):
                 yield Problem.of("model.hybrid_unused", key=key, pattern=pattern)
 
     def _norm_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the keys of norms, and of where branches read them."""
         if self.norm_bias and self.norm != "layer":
             yield Problem.of("model.norm_bias_of_rms")
         # LayerNorm has no such offset.
@@ -337,7 +349,7 @@ class ModelConfig(ModelFields):
             yield from self._weightless_norm_problems()
 
     def _weightless_norm_problems(self) -> Iterator[Problem]:
-        """Yield what norms without weights are not known with."""
+        """Yield a problem for each key that norms without weights need at another value."""
         required = {"norm": "rms", "norm_unit_offset": False, "mup_base_hidden": 0}
         if self.qk_norm:
             required["qk_norm_over"] = "head"
@@ -352,6 +364,7 @@ class ModelConfig(ModelFields):
                 )
 
     def _rotary_problems(self) -> Iterator[Problem]:
+        """Yield the problem of the number of features of a head that rotary positions turn."""
         rotary_dims = self.rotary_dims
         if rotary_dims % 2 or not rotary_dims:
             part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
@@ -363,6 +376,7 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.dynamic_one_pair")
 
     def _expert_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the keys of experts, of a model that has some."""
         if self.experts_per_token > self.experts:
             yield Problem.of(
                 "model.experts_per_token",
@@ -378,10 +392,8 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.mlp_bias_of_experts", experts=self.experts)
 
     def _dense_problems(self) -> Iterator[Problem]:
-        """Yield the problems of the feed-forwards that a model with experts has besides them.
-
-        They are those of layers without experts, and the shared experts of the others.
-        """
+        """Yield the problems of the feed-forwards that a model with experts has besides these: of
+        layers without experts, and of the shared experts."""
         dense_layers = [*self.dense_layers]
         if not self._are_layers(self.dense_layers):
             yield self._no_layers("dense_layers")
@@ -402,11 +414,8 @@ class ModelConfig(ModelFields):
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """Return this model as layer `number` sees it.
-
-        It is without the window, the experts, the gated delta net or the Mamba-2 mixer that the
-        layer has not.
-        """
+        """Return a model whose keys describe layer `number` alone: without the window, the experts,
+        the gated delta net or the Mamba-2 mixer that the layer does not have."""
         model = self.kind_of_layer(number)
         # Heads of layers without the window go by its layers already.
         if self.has_global_heads:
@@ -418,7 +427,7 @@ class ModelConfig(ModelFields):
 
     @property
     def dense(self) -> "ModelConfig":
-        """Return this model as its layers without experts see it."""
+        """Return a model whose keys describe this one's layers without experts."""
         without_experts = {
             "experts": 0,
             "shared_experts": 0,
@@ -431,14 +440,16 @@ class ModelConfig(ModelFields):
 
     @property
     def attending(self) -> "ModelConfig":
-        """Return this model as its layers with attention see it, without a gated delta net."""
+        """Return a model whose keys describe this one's layers with attention: without a gated
+        delta net."""
         if not self.delta_net:
             return self
         return self.model_copy(update={"delta_net": NO_DELTA_NET, "delta_layers": ()})
 
     @property
     def recurring(self) -> "ModelConfig":
-        """Return this model as its layers with a gated delta net see it, without latents."""
+        """Return a model whose keys describe this one's layers with a gated delta net: without
+        latents."""
         return self.model_copy(update={"latent": NO_LATENT}) if self.latent else self
 
     @property
@@ -449,20 +460,20 @@ class ModelConfig(ModelFields):
 
     @property
     def windowed(self) -> "ModelConfig":
-        """Return this model as its layers with the window see it, beside others with heads of their
-        own."""
-        alike = {
+        """Return a model whose keys describe this one's layers with the window, where the others
+        have heads of their own."""
+        without_others = {
             "window_layers": (),
             "global_head_dim": 0,
             "global_kv_heads": 0,
             "global_key_as_value": False,
         }
-        return self.model_copy(update=alike)
+        return self.model_copy(update=without_others)
 
     @property
     def unwindowed(self) -> "ModelConfig":
-        """Return this model as its layers without the window see it, with the heads that these
-        have."""
+        """Return a model whose keys describe this one's layers without the window, with the heads
+        that these have."""
         own_heads = {
             "head_dim": self.global_head_dim or self.head_dim,
             "kv_heads": self.global_kv_heads or self.kv_heads,
@@ -475,9 +486,9 @@ class ModelConfig(ModelFields):
         return self.model_copy(update=own_heads)
 
     def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return this model with the feed-forward or experts of layer `number`, with the heads of
-        its attention, with a gated delta net or a Mamba-2 mixer only if the layer has one, and of
-        `hybrid_pattern` with its letter.
+        """Return a model whose keys describe layer `number`, but for its window: its feed-forward
+        or experts, the heads of its attention, a gated delta net or a Mamba-2 mixer only if the
+        layer has one, and its letter of `hybrid_pattern`.
 
         It is the same for all layers of a kind.
         """
@@ -539,32 +550,34 @@ class ModelConfig(ModelFields):
         return self.has_mixer + self.has_feed_forward
 
     def divides_recurrence(self, ranks: int) -> bool:
-        """Return True if so many ranks can share gated delta nets and Mamba-2 mixers evenly; and if
+        """Return True if `ranks` ranks can share gated delta nets and Mamba-2 mixers evenly, or if
         there are none."""
         return self.delta_net.divides(ranks) and self.mamba.divides(ranks)
 
     def fits_tensor(self, ranks: int) -> bool:
-        """Return True if so many tensor-parallel ranks can share each layer evenly."""
+        """Return True if `ranks` tensor-parallel ranks can share each layer evenly."""
         kv_heads = {self.kv_heads, self.global_kv_heads or self.kv_heads}
+        # key/value heads that are fewer than ranks are held by several ranks each
         if any(count % ranks and ranks % count for count in kv_heads):
             return False
-        widths = [*self.ffn_widths.values(), self.heads]
+        shared_out = [*self.ffn_widths.values(), self.heads]
         if self.mtp_layers:
-            widths.append(self.hidden)  # features of the projection of a module
-        return not any(width % ranks for width in widths) and self.divides_recurrence(ranks)
+            shared_out.append(self.hidden)  # features of the projection of a module
+        return not any(count % ranks for count in shared_out) and self.divides_recurrence(ranks)
 
     @property
     def mixer(self) -> str:
-        """Return the name of attention in a layer of this kind (`kind_of_layer`), or of what it has
-        in place of it."""
+        """Return "attention" for a layer of this kind (`kind_of_layer`), or the name of what it has
+        in place of attention: "delta_net" or "mamba"."""
         if self.delta_net:
             return "delta_net"
         return "mamba" if self.mamba else "attention"
 
     @property
     def mixer_width(self) -> int:
-        """Return the features that the output projection of attention reads in a layer of this
-        kind (`kind_of_layer`), or that of what it has in place of it; 0 if it has neither."""
+        """Return the number of features that the output projection reads, in a layer of this kind
+        (`kind_of_layer`), of attention or of what the layer has in its place; 0 if it has
+        neither."""
         if not self.has_mixer:
             return 0
         if self.delta_net:
@@ -585,20 +598,22 @@ class ModelConfig(ModelFields):
         return sum(count * measure(kind) for kind, count in self.count_kinds(numbers))
 
     def count_kinds(self, layers: Iterable[int]) -> Iterator[tuple["ModelConfig", int]]:
-        """Yield each kind of layer (`kind_of_layer`) with how many of `layers` are of it."""
+        """Yield each kind of layer (`kind_of_layer`) with how many of `layers` are of it. A layer
+        may be in `layers` several times."""
+        # what the cache of `_count_alike` takes as a key
         numbers = layers if isinstance(layers, range) else tuple(layers)
         for example, count in _count_alike(self._layers_by_kind, self.hybrid_pattern, numbers):
             yield self.kind_of_layer(example), count
 
     def kind_keys(self, layers: Iterable[int]) -> list[tuple[bool, bool, bool, str]]:
-        """Return what tells the kind of each layer from others: whether it has a feed-forward in
-        place of experts, a gated delta net, and a window beside layers with other heads, and its
-        letter in `hybrid_pattern`."""
+        """Return, for each of `layers`, what tells its kind from others: whether it has a
+        feed-forward in place of experts, whether a gated delta net, whether a window beside layers
+        with other heads, and its letter in `hybrid_pattern`."""
         return _kind_keys(self._layers_by_kind, self.hybrid_pattern, layers)
 
     @property
     def _layers_by_kind(self) -> "LayersByKind":
-        """Return the layers that are of another kind than most, by what they are."""
+        """Return the numbers of the layers of other kinds, as `LayersByKind` has them."""
         beside_global_heads = self.window_layers if self.has_global_heads else ()
         return self.dense_layers, self.delta_layers, beside_global_heads
 
@@ -610,16 +625,14 @@ class ModelConfig(ModelFields):
             return self.model_copy(update={"mtp_layers": 0})
         return self
 
-    @property
-    def _last_kind(self) -> "ModelConfig":
-        return self.kind_of_layer(self.layers - 1)
-
     def mtp_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of the modules of multi-token prediction, each with the head,
+        """Return the forward FLOPs of all modules of multi-token prediction, each with the head,
         per token."""
-        # Each of the 2 * hidden * hidden weights is one product and one sum.
-        projection = 2 * 2 * self.hidden * self.hidden
-        layer = self._last_kind.layer_flops(seq_length)
+        projection_weights = 2 * self.hidden * self.hidden
+        projection = 2 * projection_weights  # each weight is one product and one sum
+        # a module has a layer such as the model's last one
+        last_kind = self.kind_of_layer(self.layers - 1)
+        layer = last_kind.layer_flops(seq_length)
         return self.mtp_layers * (layer + projection + self.head_flops())
 
     @property
@@ -651,8 +664,10 @@ class ModelConfig(ModelFields):
         return self.latent.rope_dim or int(self.head_dim * self.rotary_fraction)
 
     def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
-        """Return the standard deviation of the initial weights of a kind of matrix in layer
-        `layer`, from 0."""
+        """Return the standard deviation of the initial weights of a kind of matrix.
+
+        layer: its number, from 0; not read for the embedding and the head.
+        """
         branches = 1 if self.hybrid_pattern else 2
         std = self.init.std(matrix, self.init_std, self.layers, layer, branches)
         if matrix == "embedding":
@@ -685,34 +700,35 @@ class ModelConfig(ModelFields):
 
     @property
     def _attention_weights(self) -> int:
-        """Return the number of elements of the matrices of query, key, value and output, of
-        latents, and of what a gated delta net or a Mamba-2 mixer projects besides."""
+        """Return the number of elements of all matrices of attention in a layer of this kind
+        (`kind_of_layer`), or of what the layer has in its place; 0 if it has neither."""
         if not self.has_mixer:
             return 0
         if recurrence := self.delta_net or self.mamba:
             width = recurrence.projected_width + self.mixer_width
             return self.hidden * width + self.delta_net.up_weights
-        # With a query latent, queries are among the matrices up.
         if latent := self.latent:
+            # With a query latent, queries are among the matrices up.
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
             output = self.hidden * self.heads * latent.value_dim
             return latent.width * self.hidden + latent.up_weights(self.heads) + query + output
-        # Queries with their gate, keys, values and the output.
-        kv_matrices = 1 if self.global_key_as_value else 2
-        heads = (1 + self._query_widths) * self.heads + kv_matrices * self.kv_heads
-        return self.hidden * heads * self.head_dim
+        # in heads: of queries with their gate, keys and values, and of the output
+        query_heads = self._query_widths * self.heads
+        kv_heads = self.kv_heads if self.global_key_as_value else 2 * self.kv_heads
+        output_heads = self.heads
+        return self.hidden * self.head_dim * (query_heads + kv_heads + output_heads)
 
     def _mlp_weights(self, experts: int) -> int:
-        """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared
-        ones and gate."""
+        """Return the number of elements of the matrices of the feed-forward, or in a layer with
+        experts of the router, of `experts` experts, of the shared ones and of their gate."""
         if not self.has_feed_forward:
             return 0
-        per_feature = self.hidden * self._mlp_matrices
+        weights_of_feature = self.hidden * self._mlp_matrices
         if not self.experts:
-            return per_feature * self.ffn
+            return weights_of_feature * self.ffn
         router = self.hidden * self.experts
-        gate = self.hidden * self.shared_gate
-        return per_feature * (experts * self.ffn + self.shared_experts) + router + gate
+        gate = self.hidden if self.shared_gate else 0
+        return weights_of_feature * (experts * self.ffn + self.shared_experts) + router + gate
 
     def flops_per_token(self, seq_length: int) -> int:
         """Return the FLOPs of the matrix products of a forward pass, per token; training takes
@@ -720,8 +736,8 @@ class ModelConfig(ModelFields):
         return self.over_layers(lambda kind: kind.layer_flops(seq_length)) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of the matrix products of one block, per token; where layers
-        differ, of the model of one kind of layer (`kind_of_layer`), as `over_layers` asks.
+        """Return the forward FLOPs of the matrix products of one layer of this kind
+        (`kind_of_layer`), per token.
 
         Attention counts the whole seq_length or window, as if it were not causal; of a layer with a
         recurrence its own FLOPs are counted (`attention_flops`).
@@ -731,9 +747,9 @@ class ModelConfig(ModelFields):
         return 2 * weights + self.attention_flops(seq_length)
 
     def attention_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of one block's attention products that have no weight, per
-        token; of a block with a gated delta net or a Mamba-2 mixer (`kind_of_layer`) those of its
-        recurrence.
+        """Return the forward FLOPs, per token, of the products without weights of one layer of this
+        kind (`kind_of_layer`): those of attention, of queries with keys and of weights with values,
+        or those of the recurrence in its place.
 
         If only some layers have a window, this is the mean over the layers. Attention is counted as
         if it were not causal.
@@ -746,22 +762,24 @@ class ModelConfig(ModelFields):
         windowed_layers = len(self.window_layers) or self.layers
         full_layers = self.layers - windowed_layers
         window = min(seq_length, self.window or seq_length)
-        # Of one query, in all layers.
+        # that one query is multiplied by, in all layers together
         keys = windowed_layers * window + full_layers * seq_length
         key_width = self.head_dim
         value_width = self.latent.value_dim or self.head_dim
-        # Two products: of queries with keys, and of weights with values.
-        return 2 * keys * self.heads * (key_width + value_width) // self.layers
+        # each factor is one product and one sum
+        flops_of_layers = 2 * keys * self.heads * (key_width + value_width)
+        return flops_of_layers // self.layers
 
     def recomputed_attention_flops(self, seq_length: int) -> int:
-        """Return the FLOPs, per token, of recomputing one block's attention, with the projections
-        from latents."""
+        """Return the FLOPs, per token, of recomputing attention in one layer of this kind, without
+        its projections but with those from latents."""
         return self.attention_flops(seq_length) + 2 * self.latent.up_weights(self.heads)
 
     def recomputed_layer_flops(self, seq_length: int) -> int:
-        """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
+        """Return the FLOPs, per token, of recomputing one whole layer of this kind in its backward
+        pass.
 
-        The last product of a block, with experts that of the shared ones, is not recomputed,
+        The last product of a layer, with experts that of the shared ones, is not recomputed,
         because no gradient needs its result, unless a norm, dropout, a gate or the layer's scalar
         is applied to it, or it is the product after attention.
         """
@@ -773,7 +791,8 @@ class ModelConfig(ModelFields):
         if not self.has_feed_forward:
             return flops
         last_width = self.shared_experts if self.experts else self.ffn
-        return flops - 2 * self.hidden * last_width
+        last_product = 2 * self.hidden * last_width
+        return flops - last_product
 
     def embedding_flops(self) -> int:
         """Return the FLOPs of the embedding, per token: its gradient adds one number per feature; a
@@ -786,8 +805,8 @@ class ModelConfig(ModelFields):
 
 
 LayersByKind = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The layers with a feed-forward in place of experts, with a gated delta net, and with a window
-beside layers with other heads."""
+"""The numbers of the layers with a feed-forward in place of experts, of those with a gated delta
+net, and of those with a window beside layers with other heads."""
 
 
 def _kind_keys(
@@ -811,15 +830,15 @@ def _count_alike(
     hybrid_pattern: str,
     layers: range | tuple[int, ...],
 ) -> Sequence[tuple[int, int]]:
-    """Return, for each kind of layer, the last of `layers` that is of it, which stands for all of
-    them, and how many are."""
+    """Return, for each kind of layer, the number of one layer of it, the last of `layers`, and how
+    many of `layers` are of this kind."""
     kinds = _kind_keys(layers_by_kind, hybrid_pattern, layers)
-    examples = dict(zip(kinds, layers, strict=True))
-    return [(examples[kind], count) for kind, count in Counter(kinds).items()]
+    example_of_kind = dict(zip(kinds, layers, strict=True))
+    return [(example_of_kind[kind], count) for kind, count in Counter(kinds).items()]
 
 
 def require_builtin(model: ModelConfig, what: str) -> None:
-    """Raise UserError if the model is a custom one, which the feature named `what` does not
-    support."""
+    """Raise UserError if the model is a custom one (`model.factory`). what: the feature that does
+    not support it, in words."""
     if model.factory:
         raise UserError.of("model.factory_not_built_in", factory=model.factory, what=what)

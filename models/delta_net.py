@@ -83,8 +83,8 @@ class DeltaNet(BaseModel):
         return self.value_heads > 0
 
     def divides(self, ranks: int) -> bool:
-        """Return True if so many ranks can share the heads evenly, of keys also as copies; and if
-        there are none."""
+        """Return True if `ranks` ranks can share the heads evenly, where several ranks may hold
+        copies of a head of keys, or if there is no gated delta net."""
         if not self:
             return True
         shares_keys = self.key_heads % ranks == 0 or ranks % self.key_heads == 0

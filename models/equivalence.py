@@ -42,16 +42,14 @@ _KEYS_OF_EXPERTS = (
 
 
 def with_idle_keys_reset(model: ModelConfig) -> ModelConfig:
-    """Return a model that computes and trains the same, whose keys without effect are reset.
-
-    They have the value that they have in most models.
-    """
+    """Return a model that computes and trains the same, whose keys without effect have the value
+    that they have in most models. Two such models are equal if they differ in such keys alone."""
     reset: dict[str, Any] = {}
     if not model.experts:
         reset["router"] = PLAIN
         reset |= {key: _default_of(key) for key in _KEYS_OF_EXPERTS}
     elif not model.router.limits:
-        # All groups are chosen, so that no group is compared with another.
+        # experts of all groups may be chosen, so that no group is compared with another
         groups = {"groups": 1, "groups_per_token": 1, "group_best": PLAIN.group_best}
         reset["router"] = model.router.model_copy(update=groups)
     if not model.qk_norm:

@@ -49,14 +49,17 @@ class InitialStd(BaseModel):
     ) -> float:
         """Return the standard deviation of the initial weights of a matrix.
 
-        usual: that of matrices without a value of their own.
+        usual: that of matrices without a value of their own (`init_std`).
         layers: the number of layers of the model.
         layer: the number of the matrix's layer, from 0.
-        branches: what a layer adds to the residual stream: of attention and of the feed-forward.
+        branches: how many results a layer adds to the residual stream: those of attention and of
+            the feed-forward are two.
         """
         std: float = getattr(self, matrix) or usual
-        depth = {"model": layers, "layer": layer + 1, "none": 0}[self.shrink]
-        # The variances of what is added to the residual stream add up.
-        if depth and matrix in ("output", "down"):
-            return std / (branches * depth) ** 0.5
-        return std
+        adds_to_stream = matrix in ("output", "down")
+        if not adds_to_stream or self.shrink == "none":
+            return std
+        # Variances of what is added to the residual stream add up: they are divided by the number
+        # of additions in the whole model, or up to this layer.
+        depth = layers if self.shrink == "model" else layer + 1
+        return std / (branches * depth) ** 0.5

@@ -133,9 +133,9 @@ def module_shapes(model: ModelConfig) -> NamedShapes:
 
 
 def layer_shapes(model: ModelConfig, with_experts: bool = True) -> NamedShapes:
-    """Yield the tensors of a layer.
+    """Yield the tensors of a layer by their names in it.
 
-    model: that of the layer (`ModelConfig.kind_of_layer`).
+    model: describes the layer (`ModelConfig.kind_of_layer`).
     with_experts: False leaves routed experts out (`expert_shapes`), of which there may be hundreds.
     """
     hidden = model.hidden
@@ -155,9 +155,10 @@ def layer_shapes(model: ModelConfig, with_experts: bool = True) -> NamedShapes:
         yield from _branch_norms("mlp", model, hidden)
     if model.experts:
         yield from _router(model)
-        for expert in range(model.experts if with_experts else 0):
-            for name, shape in expert_shapes(model):
-                yield f"mlp.experts.{expert}.{name}", shape
+        if with_experts:
+            for expert in range(model.experts):
+                for name, shape in expert_shapes(model):
+                    yield f"mlp.experts.{expert}.{name}", shape
         yield from _shared_experts(model)
     else:
         yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
@@ -175,8 +176,9 @@ def _attention(model: ModelConfig) -> NamedShapes:
 
 
 def _delta_net(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of a gated delta net."""
+    """Yield the tensors of a gated delta net, with `gate_rank` those of Kimi Delta Attention."""
     sizes = model.delta_net
+    # rows of the matrices, by name: of what passes the convolution, and of all that is projected
     convolved = {
         "query": sizes.key_width,
         "key": sizes.key_width,
@@ -207,7 +209,8 @@ def _mamba(model: ModelConfig) -> NamedShapes:
         "key": sizes.key_width,
         "query": sizes.key_width,
     }
-    for name, rows in {"gate": sizes.width, **convolved, "step": sizes.heads}.items():
+    projected = {"gate": sizes.width, **convolved, "step": sizes.heads}
+    for name, rows in projected.items():
         yield f"mamba.{name}.weight", (rows, model.hidden)
     for name, features in convolved.items():
         yield f"mamba.{name}_convolution.weight", (features, sizes.kernel)
@@ -233,7 +236,7 @@ def _shared_experts(model: ModelConfig) -> NamedShapes:
 
 
 def expert_shapes(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of one routed expert, by their names in it."""
+    """Yield the tensors of one routed expert, by their names in it, such as "up.weight"."""
     for name, shape in _feed_forward("expert", model, model.ffn, model.expert_bias):
         yield name.removeprefix("expert."), shape
 
@@ -292,6 +295,7 @@ def _feed_forward(
     ffn: int,
     bias: bool,
 ) -> NamedShapes:
+    """Yield the tensors of a feed-forward of width `ffn`, under the name `tensor_name`."""
     if model.gated:
         yield from _linear(f"{tensor_name}.gate", ffn, model.hidden, bias)
     yield from _linear(f"{tensor_name}.up", ffn, model.hidden, bias)
@@ -306,6 +310,7 @@ def _linear(
     columns: int,
     bias: bool,
 ) -> NamedShapes:
+    """Yield the weight [rows, columns] of a linear layer, and its bias if it has one."""
     yield f"{tensor_name}.weight", (rows, columns)
     if bias:
         yield f"{tensor_name}.bias", (rows,)
@@ -328,6 +333,7 @@ def _norm(
     model: ModelConfig,
     features: int,
 ) -> NamedShapes:
+    """Yield the weight and the bias of a norm, as far as norms of this model have them."""
     if model.norm_weight:
         yield f"{tensor_name}.weight", (features,)
     if model.norm_bias:

@@ -62,13 +62,13 @@ class Mamba(BaseModel):
         return self.heads > 0
 
     def divides(self, ranks: int) -> bool:
-        """Return True if so many ranks can share the groups evenly, with their heads and their part
-        of the norm; and if there are none."""
+        """Return True if `ranks` ranks can share the groups evenly, with their heads and their part
+        of the norm, or if there is no mixer."""
         return not self or self.groups % ranks == 0
 
     def divides_heads(self, ranks: int) -> bool:
-        """Return True if so many ranks can share the heads evenly, of groups also as copies; and if
-        there are none."""
+        """Return True if `ranks` ranks can share the heads evenly, where several ranks may hold
+        copies of a group's key and query, or if there is no mixer."""
         if not self:
             return True
         shares_groups = self.groups % ranks == 0 or ranks % self.groups == 0

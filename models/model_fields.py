@@ -30,10 +30,11 @@ _NOT_WITH_PATTERNS = (*_NOT_WITH_RECURRENCE, "latent", "delta_net", "dense_layer
 
 @dataclass(frozen=True)
 class Beside:
-    """The needs of a key that is on: true, above 0, not empty.
+    """What a key needs of others if it is on, that is true, above 0 or not empty.
 
-    of_attention: attention alone reads it, so that a model without layers of attention refuses it.
-    not_with: other keys that the model cannot have on too.
+    of_attention: attention alone reads the key, so that a model without layers of attention refuses
+        it.
+    not_with: other keys that the model cannot have on at the same time.
     """
 
     of_attention: bool = False
@@ -45,8 +46,13 @@ Fields = dict[str, Any]
 
 
 def by_family(usual: Any, **exceptions: Any) -> Callable[[Fields], Any]:
-    """Return the function that gives a family's default: `usual` for all but the exceptions."""
-    return lambda fields: exceptions.get(fields["family"], usual)
+    """Return a function of a model's fields that returns a default by its family: `usual`, or the
+    exception of that family."""
+
+    def default(fields: Fields) -> Any:
+        return exceptions.get(fields["family"], usual)
+
+    return default
 
 
 def default_bias(fields: Fields) -> bool:
@@ -60,7 +66,7 @@ def default_attention_bias(fields: Fields) -> bool:
 
 
 def default_expert_bias(fields: Fields) -> bool:
-    """Return True for gpt-oss with experts, which have biases there."""
+    """Return True for gpt-oss with experts, whose feed-forwards have biases."""
     return fields["family"] == "gpt_oss" and fields["experts"] > 0
 
 
@@ -73,15 +79,18 @@ def default_ffn(fields: Fields) -> int:
     """
     hidden: int = fields["hidden"]
     if ACTIVATIONS[fields["mlp"]].gated:
-        # 8/3 of hidden, rounded up to a multiple without a detour through floats.
-        return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+        # 8/3 of hidden in multiples, rounded up without a detour through floats
+        multiples = -(-8 * hidden // (3 * FFN_MULTIPLE))
+        return multiples * FFN_MULTIPLE
     return 4 * hidden
 
 
 def _named(gated: bool) -> str:
-    """Return the names of the activations with or without a gate, as a list in words."""
-    *most, last = (name for name, row in ACTIVATIONS.items() if row.gated == gated)
-    return f"{', '.join(most)} or {last}"
+    """Return the names of the activations with or without a gate, as a list in words such as "gelu,
+    relu2 or xielu"."""
+    names = [name for name, activation in ACTIVATIONS.items() if activation.gated == gated]
+    *all_but_last, last = names
+    return f"{', '.join(all_but_last)} or {last}"
 
 
 def default_embedding_scale(fields: Fields) -> float:
@@ -100,10 +109,11 @@ def default_attention_scalar(fields: Fields) -> float:
     """
     scalar = 1.0 if fields["family"] == "gemma4" else float(fields["head_dim"])
     if fields["latent"]:
-        # Scores are divided by the root of this: a square of the factor is its fourth power here.
+        # Scores are divided by the root of the scalar, and multiplied by the square of the factor:
+        # in the scalar that is its fourth power.
         scalar = fields["head_dim"] / score_factor(fields["rope_scaling"]) ** 4
     if fields["mup_base_head_dim"]:
-        # The root of this once more: sqrt(d) * sqrt(d / base) = d / sqrt(base).
+        # Scores are then divided by sqrt(d) * sqrt(d / base) = d / sqrt(base).
         return scalar * (fields["head_dim"] / fields["mup_base_head_dim"])
     return scalar
 

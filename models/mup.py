@@ -46,17 +46,21 @@ class Mup:
 
     @classmethod
     def of(cls, model: ModelFields) -> "Mup":
-        """Return the factors of a model."""
+        """Return the factors of a model, all 1 without muP."""
         if not model.mup_base_hidden:
             return cls()
         growth = model.hidden / model.mup_base_hidden
-        # Gemma's multiplier grows with hidden; any other value is that of all widths.
+        # Gemma multiplies embeddings by the root of hidden, which grows; any other factor is the
+        # same at all widths.
         scale_grows = model.embedding_scale == model.hidden**0.5
         embedding = growth**-0.5 if scale_grows else 1.0
         if not model.tied:
             return cls(growth, embedding, head_gradient=1.0 / growth)
-        # The head multiplies by an embedding that is smaller already.
-        return cls(growth, embedding, 1.0 / (growth * embedding), embedding)
+        # A tied head multiplies by the embedding, which has its factor already: the norm has the
+        # rest of 1 / growth.
+        return cls(
+            growth, embedding, final_norm=1.0 / (growth * embedding), head_gradient=embedding
+        )
 
     @property
     def hidden(self) -> float:
@@ -70,20 +74,22 @@ class Mup:
         return 1.0 / self.growth
 
     def growth_of(self, part: Part) -> Growth:
-        """Return the growth of a logical tensor, from its name and its number of dims."""
+        """Return the growth of a logical tensor over that of the base model, from its name and its
+        number of dims."""
         name = part.name
+        # a lookup sums over no inputs that grow
         if name == "embedding.weight":
-            return Growth(1.0, self.growth, self.embedding)
+            return Growth(outputs=self.growth, scale=self.embedding)
         if name == "positions.weight":
-            return Growth(1.0, self.growth)
+            return Growth(outputs=self.growth)
         if name.startswith(FINAL_NORM):
-            return Growth(1.0, 1.0, self.final_norm)
+            return Growth(scale=self.final_norm)
         # other norms, biases and sinks have the base model's rates
         if len(part.shape) < 2:
             return AS_BASE
         if name.endswith(READOUTS):
-            return Growth(self.growth, 1.0)
-        return Growth(self.growth, self.growth)
+            return Growth(inputs=self.growth)
+        return Growth(inputs=self.growth, outputs=self.growth)
 
 
 def note_growth(parameters: Iterable[nn.Parameter], mup: Mup) -> None:
@@ -97,7 +103,8 @@ def note_growth(parameters: Iterable[nn.Parameter], mup: Mup) -> None:
 
 
 def scaled_widths(model: ModelFields) -> dict[str, int]:
-    """Return the numbers of features that grow with hidden, by key: all that a matrix sums over."""
+    """Return the numbers of features that grow with hidden under muP, by key of the model: all that
+    some matrix sums over."""
     widths = {"ffn": model.ffn}
     if model.dense_layers:
         widths["dense_ffn"] = model.dense_ffn

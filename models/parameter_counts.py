@@ -31,8 +31,11 @@ def end_parameters(model: ModelConfig) -> int:
 def stage_parameters(
     model: ModelConfig, layers: Collection[int], is_first: bool, is_last: bool
 ) -> int:
-    """Return the number of parameters of a stage with these layers. A tied table counts in both
-    stages that have it."""
+    """Return the number of parameters of a stage with these layers, of a pipeline.
+
+    is_first, is_last: it is the model's first stage, with the embedding, or the last one, with the
+    head. A tied embedding counts in both stages that have it.
+    """
     count = model.over_layers(layer_parameters, layers)
     if is_first:
         count += _elements(shapes_before_layers(model))

@@ -1,7 +1,8 @@
 """Named model presets, from sizes that a laptop trains in minutes to published sizes.
 
-Each preset has only the fields that differ from the defaults of its family. The demos take their
-vocabulary from the tokenizer.
+Each preset has only the fields that differ from the defaults of its family. Presets that differ in
+few sizes are made by a function named after their family, which returns those fields. The demos
+take their vocabulary from the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ def _gpt2(
     hidden: int,
     heads: int,
 ) -> Sizes:
+    """Return the fields of a GPT-2 of these sizes."""
     return {
         "family": "gpt2",
         "layers": layers,
@@ -36,6 +38,7 @@ def _pythia(
     heads: int,
     vocab: int = 50304,
 ) -> Sizes:
+    """Return the fields of a Pythia of these sizes."""
     return {
         "family": "gpt_neox",
         "layers": layers,
@@ -53,6 +56,7 @@ def _llama2(
     kv_heads: int,
     ffn: int,
 ) -> Sizes:
+    """Return the fields of a Llama 2 of these sizes."""
     return {
         "family": "llama",
         "layers": layers,
@@ -72,6 +76,7 @@ def _llama3(
     ffn: int,
     **changes: Any,
 ) -> Sizes:
+    """Return the fields of a Llama 3 of these sizes, with changes."""
     return {
         "family": "llama",
         "layers": layers,
@@ -99,6 +104,7 @@ def _long_llama3(factor: float) -> Sizes:
 
 
 def _mistral(family: str, **changes: Any) -> Sizes:
+    """Return the fields of Mistral 7B or of a model of its sizes, with changes."""
     return {
         "family": family,
         "layers": 32,
@@ -151,6 +157,7 @@ def _qwen(
     ffn: int,
     **changes: Any,
 ) -> Sizes:
+    """Return the fields of a Qwen 2, 2.5 or 3 of these sizes, with changes."""
     return {
         "family": family,
         "layers": layers,
@@ -288,6 +295,7 @@ def _olmo2(
     ffn: int,
     **changes: Any,
 ) -> Sizes:
+    """Return the fields of an OLMo 2 of these sizes, with changes."""
     return {
         "family": "olmo2",
         "layers": layers,
@@ -328,8 +336,8 @@ def _olmo3(
 
 
 def _all_but_each(period: int, layers: int) -> tuple[int, ...]:
-    """Return the numbers of the layers but the last one of each `period`."""
-    return tuple(n for n in range(layers) if (n + 1) % period)
+    """Return the numbers of the layers but the last one of each `period` layers."""
+    return tuple(number for number in range(layers) if (number + 1) % period)
 
 
 def _gemma3(
@@ -989,10 +997,8 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """Return the named model with some fields changed: `preset("gpt2", layers=2)`.
-
-    Raises UserError for an unknown name.
-    """
+    """Return the configuration of the preset of this name with some fields changed: `preset("gpt2",
+    layers=2)`. Raises UserError for an unknown name."""
     if name not in PRESETS:
         raise UserError.of("model.preset_unknown", name=name, presets=", ".join(PRESETS))
     return ModelConfig(**{**PRESETS[name], **overrides})

@@ -129,16 +129,17 @@ class RopeScaling(BaseModel):
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Return the factor of rotated queries and keys: 1, except for YaRN."""
+    """Return the factor by which rotated queries and keys are multiplied: 1, except for YaRN."""
     if scaling.kind != "yarn":
         return 1.0
-    # A factor that is given goes before all others.
+    # a factor that is given comes before what follows from other keys
     if scaling.attention_factor:
         return scaling.attention_factor
-    # DeepSeek: `mscale_all_dim` multiplies scores instead (`score_factor`).
+    # As in DeepSeek, whose factor of `mscale_all_dim` multiplies scores instead (`score_factor`).
     if scaling.mscale and scaling.mscale_all_dim:
-        numerator = _mscale(scaling.factor, scaling.mscale)
-        return numerator / _mscale(scaling.factor, scaling.mscale_all_dim)
+        factor = _mscale(scaling.factor, scaling.mscale)
+        factor_of_scores = _mscale(scaling.factor, scaling.mscale_all_dim)
+        return factor / factor_of_scores
     return _mscale(scaling.factor, 1.0)
 
 

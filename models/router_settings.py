@@ -75,15 +75,17 @@ class RouterSettings(BaseModel):
             )
 
     def at_least(self, experts: int, per_token: int) -> int:
-        """Return the smallest number of experts, `experts` or more, whose groups are of one size
-        and large enough.
+        """Return the smallest number of experts, `experts` or more, with which these settings are
+        valid: groups are of one size, and large enough for the experts that are chosen of them.
 
-        Groups are as large as if they were compared, for transformers compares them also where all
-        are chosen.
+        per_token: the number of experts that each token is sent to. Groups are as large as if they
+        were compared, for transformers compares them also where all are chosen.
         """
-        experts_of_group = -(-experts // self.groups)  # rounded up
+        # both rounded up
+        experts_of_group = -(-experts // self.groups)
         chosen_of_group = -(-per_token // self.groups_per_token)
-        return max(experts_of_group, chosen_of_group, self.group_best) * self.groups
+        group_size = max(experts_of_group, chosen_of_group, self.group_best)
+        return group_size * self.groups
 
     @property
     def limits(self) -> bool:

@@ -5,17 +5,23 @@ from typing import Any
 
 
 def spread(kinds: Sequence[Any], num_layers: int) -> list[Any]:
-    """Return the kinds of `num_layers` layers, spread as `kinds` are.
+    """Return the kinds of `num_layers` layers that stand for the layers of a deeper model.
 
-    Kinds that would be missing take the place of the last ones of which there are others; only
-    with fewer layers than kinds some are left out. Of no kinds there are none.
+    kinds: the kind of each layer of that model; any values that can be compared.
+    The kinds are taken at equal distances. A kind that would be missing takes the place of the last
+    layer whose kind other layers have too; with fewer layers than kinds some kinds are left out.
+    Empty if `kinds` is.
     """
     if not kinds:
         return []
-    chosen = [kinds[layer * len(kinds) // num_layers] for layer in range(num_layers)]
+    chosen: list[Any] = []
+    for layer in range(num_layers):
+        layer_of_model = layer * len(kinds) // num_layers
+        chosen.append(kinds[layer_of_model])
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
     for kind in reversed(missing):
         replaceable = [place for place, other in enumerate(chosen) if chosen.count(other) > 1]
         if replaceable:
-            chosen[replaceable[-1]] = kind
+            last_replaceable = replaceable[-1]
+            chosen[last_replaceable] = kind
     return chosen

@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.config = config
         self.context = context
         self.name = name
-        # The usual factor is left to the kernels, which compute it from the width of a head.
+        # the factor of scores; None: the usual one, which kernels compute from the width of a head
         has_usual_scale = config.attention_scalar == config.head_dim
         self.scale = None if has_usual_scale else config.attention_scalar**-0.5
         self._make_projections(layer)
@@ -61,7 +61,10 @@ class Attention(nn.Module):
             self.sinks = parameter(context, [local_heads], config.init_std)
 
     def _make_projections(self, layer: int) -> None:
-        """Make the projections to heads and from them, and the norms of queries and keys."""
+        """Make the projections to heads and from them, and the norms of queries, keys and values.
+
+        layer: the number of the layer, by which initial weights may be scaled.
+        """
         config = self.config
         context = self.context
         name = self.name
@@ -75,13 +78,12 @@ class Attention(nn.Module):
         ]
         if not config.global_key_as_value:
             stack.append(Rows(f"{name}.value", kv_width, kv_shards, config.kv_heads))
-        num_heads = len(stack)
+        # this rank's features of query, key and value, or of query and key alone
+        self.local_widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
+        self.gate_width = 0
         if config.attention_gate:
             stack.append(Rows(f"{name}.gate", width, heads=config.heads))
-        widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
-        # Of query, key and value, or of query and key alone, and of the gate after them.
-        self.local_widths = widths[:num_heads]
-        self.gate_width = sum(widths[num_heads:])
+            self.gate_width = width // context.tp.size
         self.qkv = ColumnParallelLinear(
             context,
             config.hidden,
@@ -146,9 +148,10 @@ class Attention(nn.Module):
         )
 
     def key_value_shape(self) -> tuple[int, int]:
-        """Return the number of this rank's key/value heads, and the width in which the attention
-        core gets each of them."""
-        return self.local_widths[1] // self.config.head_dim, self.config.head_dim
+        """Return the number of this rank's key/value heads, and the width of each of them in
+        `_core_attention`."""
+        _, key_width, *_ = self.local_widths
+        return key_width // self.config.head_dim, self.config.head_dim
 
     def forward(
         self,
@@ -205,7 +208,7 @@ class Attention(nn.Module):
         norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
         norms_each_head = config.qk_norm and not norms_all_heads
         query, key, *values = projected.split(self.local_widths, -1)
-        # The same projection: what follows makes a key and a value of it.
+        # without a projection to values (`global_key_as_value`) that to keys makes both
         value = values[0] if values else key
         if norms_all_heads:
             query = self.query_norm(query)
@@ -223,14 +226,19 @@ class Attention(nn.Module):
     def _split_heads(
         self, projected: Tensor, rotary: RotaryTables | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value, [b, n, s, d] each, in the dtype of attention."""
+        """Return query, key and value, [b, n, s, d] each, normalized and rotated, in the dtype of
+        attention.
+
+        projected: [s, b, features]. rotary: None: heads are not rotated.
+        """
         config = self.config
         query, key, value = self._normed_heads(projected)
         if rotary is not None:
-            cosine, sine, *factors = rotary
+            cosine, sine, *query_factors = rotary
             query = Rotate.apply(query, cosine, sine, self.context.leaves)
             key = Rotate.apply(key, cosine, sine, self.context.leaves)
-            for factor in factors:
+            # one, if queries grow with their position, else none
+            for factor in query_factors:
                 query = query * factor
         dtype = self.context.plan.attention
         query, key, value = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
@@ -243,10 +251,11 @@ class Attention(nn.Module):
     def _split_heads_by_region(
         self, projected: Tensor, rotary: RotaryTables | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return query, key and value as `_split_heads` does, computed as one region.
+        """Return query, key and value as `_split_heads` does, computed as one region
+        (`parallel.regions`), which torch may compile as a whole.
 
-        None if regions are not wanted, or a norm of heads, factors of queries, or values of their
-        own kind cannot be part of one.
+        None if regions are not wanted, or if this layer has what no region computes: factors of
+        queries, norms of values, values without a projection, or norms of other kinds.
         """
         leaves = self.context.leaves
         has_factors = self.config.rope_scaling.query_beta > 0
@@ -289,8 +298,9 @@ class Attention(nn.Module):
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
     def _reads_by_head(self, projected: Tensor) -> bool:
-        """Return True if query, key and value should lie head after head."""
-        # keys and values that travel over cp are sent so
+        """Return True if query, key and value should be contiguous as [b, n, s, d], head after
+        head."""
+        # a CPU's products read them so, and keys and values that travel over cp are sent so
         return projected.device.type == "cpu" or self.context.cp.size > 1
 
     def _core_attention(

@@ -57,21 +57,21 @@ def gpu_kernels(device: str, deterministic: bool = False) -> Iterator[None]:
         yield
         return
     order = backend_order(torch.cuda.get_device_capability(), deterministic)
-    before = torch.are_deterministic_algorithms_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = importlib.import_module("torch.utils.deterministic")
-    fills = memory.fill_uninitialized_memory
+    settings: Any = importlib.import_module("torch.utils.deterministic")
+    filled_memory = settings.fill_uninitialized_memory
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # memory is never read here before it is written
-        memory.fill_uninitialized_memory = False
+        # torch would fill each new tensor; memory is never read here before it is written
+        settings.fill_uninitialized_memory = False
     try:
         with sdpa_kernel(order, set_priority=True):
             yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned_only)
-        memory.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=warned_only)
+        settings.fill_uninitialized_memory = filled_memory
 
 
 def backend_order(capability: tuple[int, int], deterministic: bool) -> list[SDPBackend]:
@@ -120,7 +120,7 @@ def kernel_names(
 
 
 def _layers_of_each_window(model: ModelConfig) -> list[int]:
-    """Return a layer with attention for each length of the window that layers have."""
+    """Return the number of one layer with attention for each window that such layers have."""
     layer_of_window = {model.of_layer(layer).window: layer for layer in model.attention_layers}
     return list(layer_of_window.values())
 
@@ -131,8 +131,11 @@ def _heads(
     micro_batch: int,
     seq_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value [b, n, s, d] as a layer passes them to its kernel, without
-    values."""
+    """Return query, key and value [b, n, s, d] as a layer passes them to its kernel: of the same
+    shapes, strides and dtype, with arbitrary numbers.
+
+    config: of the layer. micro_batch: samples. seq_length: tokens of a sequence on this rank.
+    """
     heads = config.heads // context.tp.size
     key_heads = max(1, config.kv_heads // context.tp.size)
     width = config.head_dim
@@ -140,17 +143,21 @@ def _heads(
         key_heads = heads
         width = max(config.latent.head_dim, config.latent.value_dim)
 
-    def empty(count: int) -> Tensor:
+    def empty_heads(count: int) -> Tensor:
         shape = (seq_length, micro_batch, count, width)
-        made = torch.empty(shape, dtype=context.plan.attention)
-        return made.permute(1, 2, 0, 3).requires_grad_()
+        activations = torch.empty(shape, dtype=context.plan.attention)
+        return activations.permute(1, 2, 0, 3).requires_grad_()
 
-    return empty(heads), empty(key_heads), empty(key_heads)
+    return empty_heads(heads), empty_heads(key_heads), empty_heads(key_heads)
 
 
 def _inputs(
     config: ModelConfig, context: Context, query: Tensor, in_documents: bool
 ) -> KernelInputs:
+    """Return the other inputs of a layer's kernel in training, with arbitrary numbers.
+
+    query: [b, n, s, d]. in_documents: attention stays within the documents of a sample.
+    """
     samples, heads, length, _ = query.shape
     mask = None
     # on a CPU a mask says which tokens are of one document
@@ -158,8 +165,16 @@ def _inputs(
         numbers = torch.zeros(samples, length, dtype=torch.int64)
         mask = Documents(numbers, samples)
     sinks = nn.Parameter(torch.empty(heads)) if config.attention_sinks else None
-    microbatch = MicrobatchInfo(0, torch.arange(samples), torch.ones(()))
-    return KernelInputs(config, context, "", None, sinks, microbatch, mask)
+    microbatch = MicrobatchInfo(step=0, samples=torch.arange(samples), weight=torch.ones(()))
+    return KernelInputs(
+        config=config,
+        context=context,
+        name="",
+        scale=None,
+        sinks=sinks,
+        microbatch=microbatch,
+        mask=mask,
+    )
 
 
 def _backend_name(
@@ -168,7 +183,8 @@ def _backend_name(
     value: Tensor,
     inputs: KernelInputs,
 ) -> str:
-    """Return the backend of torch's fused attention on a GPU."""
+    """Return the name of the backend by which torch's fused attention computes this call on a
+    GPU."""
     mask = inputs.mask_of(query)
     if query.device.type == "meta":
         return _expected_backend_name(query, mask)

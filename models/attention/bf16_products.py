@@ -109,16 +109,16 @@ class _AttendInBlocks(torch.autograd.Function):
         grad_key = torch.zeros_like(key, dtype=torch.float32)
         grad_value = torch.zeros_like(value, dtype=torch.float32)
         for block in _blocks(query, key, ctx.attn_mask, ctx.rows):
-            block_query = block.of_queries(query)
-            block_key = block.of_keys(key)
+            block_query = block.of_queries(query)  # [heads, rows, d]
+            block_key = block.of_keys(key)  # [heads, keys, d]
             block_grad = block.of_queries(grad)
             weights = _weights(block_query, block_key, block.bias, scale)
             block_grad_value = torch.bmm(weights.mT, block_grad)  # [heads, keys, d]
             block.add_to_keys(grad_value, block_grad_value, 1.0)
-            # Of the scaled scores [heads, rows, keys]: the products below multiply by the scale.
-            grad_weights = torch.bmm(block_grad, block.of_keys(value).mT)
+            grad_weights = torch.bmm(block_grad, block.of_keys(value).mT)  # [heads, rows, keys]
+            # the gradient of the scores after the scale, by which the products below multiply
             grad_scores = softmax_gradient(grad_weights, weights, -1, weights.dtype)
-            # beta = 0 overwrites: each query row is in one block only.
+            # beta = 0 overwrites: each query row is in one block only
             block.of_queries(grad_query).baddbmm_(grad_scores, block_key, beta=0, alpha=scale)
             block_grad_key = torch.bmm(grad_scores.mT, block_query)
             block.add_to_keys(grad_key, block_grad_key, scale)
@@ -169,7 +169,11 @@ def _blocks(
     attn_mask: Tensor | None,
     rows: int,
 ) -> Iterator[_Block]:
-    """Yield what is computed together: for each range of query rows, some heads of each sample."""
+    """Yield the blocks of scores that are computed one after the other: for each range of query
+    rows, each few heads of each sample.
+
+    query: [b, n, s, d]. key: [b, n / groups, s, d]. rows: the number of query rows of a block.
+    """
     samples, heads, length, _ = query.shape
     queries_of_key = heads // key.shape[1]
     head_slices: list[slice] = []
@@ -182,32 +186,33 @@ def _blocks(
         first_rows = first_rows[-2:]
         heads_of_samples = heads_of_samples[:2]
     for first_row in first_rows:
-        last_row = min(first_row + rows, length)
-        bias = _make_bias(first_row, last_row, attn_mask, query).expand(samples, -1, -1)
+        stop_row = min(first_row + rows, length)
+        bias = _make_bias(first_row, stop_row, attn_mask, query).expand(samples, -1, -1)
         for sample, block_heads in heads_of_samples:
             yield _Block(
-                sample,
-                block_heads,
-                _key_heads(block_heads, queries_of_key),
-                slice(first_row, last_row),
-                bias[sample : sample + 1],
+                sample=sample,
+                heads=block_heads,
+                key_heads=_key_heads(block_heads, queries_of_key),
+                rows=slice(first_row, stop_row),
+                bias=bias[sample : sample + 1],
             )
 
 
 def _make_bias(
     first: int,
-    last: int,
+    stop: int,
     attn_mask: Tensor | None,
     query: Tensor,
 ) -> Tensor:
-    """Return what is added to the scores of rows [first, last) and keys [0, last).
+    """Return what is added to the scores of the query rows from `first` to before `stop`, and of
+    the keys from 0 to before `stop`.
 
     It is 0 where a row attends, else -inf: [1 or b, rows, keys], in the dtype of query.
     """
-    attends = torch.ones(1, last - first, last, dtype=torch.bool).tril(first)
+    attends = torch.ones(1, stop - first, stop, dtype=torch.bool).tril(first)
     if attn_mask is not None:
         length = query.shape[2]
-        attends = attends & attn_mask.view(-1, length, length)[:, first:last, :last]
+        attends = attends & attn_mask.view(-1, length, length)[:, first:stop, :stop]
     return bias_of_mask(attends, query.dtype)
 
 

@@ -20,13 +20,13 @@ def context_problems(
     head_ranks: int = 1,
 ) -> Iterator[Problem]:
     """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context`
-    ranks.
+    ranks (context parallelism).
 
-    tensor: the ranks over which sequence parallelism cuts them again.
+    tensor: the ranks over which sequence parallelism cuts them again; 1 without it.
     canonical: sums must have the same bits in every layout.
     head_ranks: tensor-parallel ranks, which share out heads.
     """
-    # Nothing is cut.
+    # nothing is cut
     if context == 1:
         return
     here = f"{KEY} = {context}"
@@ -79,8 +79,9 @@ def require_divisible_context(
 
 
 def _recurrent_problems(model: ModelConfig, tensor: int, context: int) -> Iterator[Problem]:
-    """Yield a line if ranks cannot share out the heads of layers with a recurrent state, each of
-    which computes whole sequences."""
+    """Yield a line if tensor x context ranks cannot share out the heads of the gated delta nets,
+    and one if they cannot share out those of the Mamba-2 mixers: a rank computes whole sequences of
+    its own heads."""
     ranks = tensor * context
     if not model.delta_net.divides(ranks):
         sizes = model.delta_net

@@ -91,12 +91,12 @@ class _AttendOverRanks(torch.autograd.Function):
                 sinks=sinks,
             )
         parts_of_ranks = _pass_parts_around if ring else _gather_parts
-        # Key and value travel as one message.
+        # key and value travel as one message
         for rank, part in parts_of_ranks(torch.cat((key, value), -1), cp):
             key_part, value_part = part.split(widths, -1)
             merged.add(key_part, value_part, chunks_of_rank(rank, cp.size, length))
         exact, log_sum = merged.result()
-        # The strides of activations [s, b, n, e], so that the next layer needs no copy.
+        # with the strides of activations [s, b, n, e], so that the next layer needs no copy
         activations = exact.new_empty((length, *exact.shape[:2], widths[1]), dtype=query.dtype)
         output = activations.permute(1, 2, 0, 3)
         output.copy_(exact)
@@ -140,6 +140,8 @@ class _AttendOverRanks(torch.autograd.Function):
             part: Tensor,
             total: Tensor,
         ) -> None:
+            """Add to `total` the gradients of a rank's keys and values, `part`, that come from this
+            rank's queries."""
             key_part, value_part = part.split(widths, -1)
             grad_key, grad_value = total.split(widths, -1)  # views of the total
             runs = chunks_of_rank(rank, cp.size, length)
@@ -193,9 +195,10 @@ def _sum_around_ring(
     wide_dtype: torch.dtype,
     add_gradient: AddGradient,
 ) -> Tensor:
-    """Return the gradient of this rank's part, to which all ranks add.
+    """Return the gradient of this rank's part, to which all ranks of cp have added.
 
-    It follows the part round the ring of cp, in `wide_dtype`.
+    Each part goes round the ring, and the sum of its gradients follows it, in `wide_dtype`.
+    add_gradient: adds what this rank has to the gradient of any rank's part.
     """
     wait_for_sum = None
     for rank, rank_part in _pass_parts_around(part, cp):
@@ -216,8 +219,8 @@ def _sum_by_scatter(
     wide_dtype: torch.dtype,
     add_gradient: AddGradient,
 ) -> Tensor:
-    """Return the gradient of this rank's part, summed by a reduce-scatter over cp of the gradients
-    of all parts."""
+    """Return the gradient of this rank's part, as `_sum_around_ring` does: each rank computes its
+    addends to all parts, and one reduce-scatter over cp sums them, in `wide_dtype`."""
     # One tensor, so that one reduce-scatter sums the gradients of all parts.
     totals = torch.zeros(
         (cp.size * len(part), *part.shape[1:]), dtype=wide_dtype, device=part.device

@@ -116,7 +116,7 @@ class _AttendInFP32(torch.autograd.Function):
     ) -> Tensor:
         bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
         output, log_sums = forward(query, key, value, bias is None, bias, scale)
-        # The backward pass reads the rounded output, for the wide one would be saved besides.
+        # The backward pass reads the rounded output: the wide one would be kept besides it.
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, output, log_sums)
         ctx.scale = scale

@@ -41,13 +41,15 @@ class Documents:
     def starts(self) -> Tensor:
         """Return where each document begins in the samples laid end to end, and where the last one
         ends: int32 [count + 1], the cu_seqlens of flash attention."""
-        # False for the first token of a sample, which begins a document.
-        same_as_before = F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))
-        # The number of each token's document among those of all samples.
-        number = (~same_as_before).flatten().cumsum(0) - 1
-        lengths = torch.zeros(self.count, dtype=torch.int64, device=number.device)
-        lengths.scatter_add_(0, number, torch.ones_like(number))
-        return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        is_same = self.numbers[:, 1:] == self.numbers[:, :-1]
+        # False for the first token of a sample, which begins a document
+        same_as_before = F.pad(is_same, (1, 0))
+        # the number of each token's document among those of all samples
+        document_of_token = (~same_as_before).flatten().cumsum(0) - 1
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=document_of_token.device)
+        lengths.scatter_add_(0, document_of_token, torch.ones_like(document_of_token))
+        ends = lengths.cumsum(0)
+        return F.pad(ends, (1, 0)).to(torch.int32)
 
     def mask(self, window: int) -> Tensor:
         """Return the mask of attention within these documents, which layers share: bool [b, 1, s,

@@ -44,7 +44,8 @@ def forward(
     bias: Tensor | None = None,
     scale: float | None = None,
 ) -> FusedAttention:
-    """Return the attention of each query to all keys, or if `causal` to those up to its own row.
+    """Return the attention of each query to all keys, or if `causal` to those up to its own row, by
+    the fused kernel for the device and the dtype.
 
     bias: [s, t] or [b, 1, s, t], or on a GPU [b, n, s, t], which is added to the scores.
     scale: None: 1 / sqrt(d).
@@ -67,9 +68,10 @@ def forward(
         causal,
         scale=scale,
     )
-    # The kernel may return more rows than queries.
+    # The kernel may return more rows than queries, and wants as many in its backward pass.
     rows = log_sums.shape[-1]
-    return FusedAttention(output, log_sums[..., : query.shape[2]], (rows, *others))
+    log_sums_of_queries = log_sums[..., : query.shape[2]]
+    return FusedAttention(output, log_sums_of_queries, backward_inputs=(rows, *others))
 
 
 def backward(
@@ -84,6 +86,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value that come from these keys.
 
+    grad: the gradient of the output.
     inputs: query, key and value.
     output, log_sums: of an attention to these keys, and perhaps to others.
     backward_inputs: from `forward`, of a call with as many queries. Flash attention, which half
@@ -110,8 +113,8 @@ def backward(
             scale=scale,
         )
     rows, *others = backward_inputs
-    # The kernel reads its added rows too. Infinity, which it makes there itself, gives them no
-    # weight.
+    # The kernel reads the rows beyond those of queries too. Infinity, which it makes there itself,
+    # gives them no weight.
     added_rows = rows - query.shape[2]
     if added_rows:
         log_sums = F.pad(log_sums, (0, added_rows), value=torch.inf)

@@ -43,7 +43,7 @@ def visible_part(
     query_runs: tuple[range, range],
     key_runs: tuple[range, range],
 ) -> VisiblePart:
-    """Return what the queries of a rank see of the keys of a rank.
+    """Return which queries of a rank attend to which keys of a rank, the same or another one.
 
     query_runs, key_runs: the positions of both chunks (`chunks_of_rank`).
     """
@@ -87,7 +87,8 @@ class FusedParts:
         value: Tensor,
         runs: tuple[range, range],
     ) -> None:
-        """Attend to the keys at the positions of `runs`."""
+        """Attend to a part of the keys, [b, n, t, d], at the positions of `runs`, and merge the
+        result with that of the parts before."""
         rows, columns, causal = visible_part(self._runs, runs)
         part = fused_kernels.forward(
             self._query[:, :, rows],
@@ -101,7 +102,9 @@ class FusedParts:
             self._merged = part.output.to(part.log_sums.dtype), part.log_sums
             self.backward_inputs = part.backward_inputs
             return
+        # views of what is merged so far, which is changed in place
         output, log_sum = (x[:, :, rows] for x in self._merged)
+        # the weight of this part in the mean of both outputs
         share = torch.sigmoid(part.log_sums - log_sum)
         output.lerp_(part.output.to(output.dtype), share.unsqueeze(-1))
         torch.logaddexp(log_sum, part.log_sums, out=log_sum)

@@ -81,9 +81,10 @@ def choose_kernel(call: AttentionCall) -> Kernel:
     # layout: each layout would drop other weights.
     if call.softcap or call.dropout:
         return Kernel.UNFUSED
-    products = call.bf16_products and not call.sinks  # the products know no sinks
-    # Fused kernels round neither scores nor weights; bf16 products round both anyway.
-    if call.rounded_scores and not products:
+    # bf16 products know no sinks
+    takes_bf16_products = call.bf16_products and not call.sinks
+    # fused kernels round neither scores nor weights; bf16 products round both anyway
+    if call.rounded_scores and not takes_bf16_products:
         return Kernel.UNFUSED
     # A corrected fused kernel takes 37 ms where unfused attention takes 104.
     if call.sinks:
@@ -92,7 +93,7 @@ def choose_kernel(call: AttentionCall) -> Kernel:
     if call.flash_windows:
         return Kernel.FLASH_WINDOWS
     # 20 ms against 39: torch's fused kernel is no faster in bf16 than in FP32 there.
-    if products:
+    if takes_bf16_products:
         return Kernel.BF16_PRODUCTS
     # The fused kernel takes five times as long in bf16 as in FP32 there.
     if call.slow_bf16:
@@ -101,8 +102,8 @@ def choose_kernel(call: AttentionCall) -> Kernel:
 
 
 def _choose_over_ranks(call: AttentionCall) -> Kernel:
-    """Return the fastest kernel where keys lie on several ranks: the softmax is merged from
-    parts."""
+    """Return the fastest kernel for a call whose keys lie on several ranks, so that the softmax is
+    merged from parts."""
     needs_products = call.softcap or call.dropout or call.restricted
     fuses = call.parts_fuse and not needs_products
     return Kernel.FUSED_OVER_RANKS if fuses else Kernel.OVER_RANKS
@@ -142,7 +143,7 @@ class KernelInputs(NamedTuple):
 
         None: a token attends to itself and all earlier ones, which kernels do without a mask.
         """
-        # Made once, and shared by all layers of a stage.
+        # the documents keep their mask, which all layers of a stage share
         if isinstance(self.mask, Documents):
             return self.mask.mask(self.config.window)
         if self.mask is None and self.window(query):
@@ -197,7 +198,7 @@ def _describe_over_ranks(
     context = inputs.context
     length = query.shape[2] * context.cp.size
     in_window = 0 < config.window < length
-    # Its logs of sums are in FP32.
+    # flash attention returns its logs of sums in FP32
     merges_in_fp32 = _dtype_of_sums(context) == torch.float32
     return AttentionCall(
         over_ranks=True,
@@ -215,8 +216,8 @@ def _dtype_of_sums(context: Context) -> torch.dtype:
 
 
 def takes_groups(query: Tensor, masked: bool) -> bool:
-    """Return True if torch's fused attention is to read each key/value head for several query heads
-    itself.
+    """Return True if torch's fused attention is given key and value with their own number of heads,
+    of which it reads each for several query heads; otherwise they are repeated before.
 
     Flash attention on CUDA does so (meta tensors stand for a GPU's). With a mask torch takes
     another kernel, which does not. The kernel for CPUs would sum the gradients of a key/value head
@@ -266,8 +267,9 @@ def _over_ranks(
     """
     config = inputs.config
     context = inputs.context
-    assert not isinstance(inputs.mask, Documents)  # under cp they come as numbers
-    # The softmax over parts is merged with one scale for all of them, so it is never implied.
+    # under cp documents come as numbers of tokens' documents
+    assert not isinstance(inputs.mask, Documents)
+    # always given: kernels would compute it from the widths of their own parts
     scale = config.attention_scalar**-0.5 if inputs.scale is None else inputs.scale
     drop = partial(_drop_weights, inputs) if inputs.dropout else None
     rule = AttentionRule(scale, config.window, inputs.mask, drop, config.attention_softcap)
@@ -307,6 +309,7 @@ def _flash_windows(
     value: Tensor,
     inputs: KernelInputs,
 ) -> Tensor:
+    """Attend by torch's flash attention, within the window and the documents."""
     documents = inputs.mask if isinstance(inputs.mask, Documents) else None
     window = inputs.window(query)
     return flash_windows.attend(query, key, value, documents, window, inputs.scale)
@@ -329,7 +332,7 @@ def _unfused(
     attends = inputs.mask_of(query)
     if attends is None:
         attends = inputs.causal_mask(query)
-    # One name for all forms of the scores, so that memory never holds two of them by name.
+    # one name for all forms of the scores: another name would keep an earlier form in memory
     scores = query.to(product_dtype) @ key.to(product_dtype).transpose(2, 3)
     scores = scores / config.attention_scalar**0.5
     scores = softcap(scores, config.attention_softcap).to(scores_dtype)
@@ -361,6 +364,7 @@ def _sinks(
     value: Tensor,
     inputs: KernelInputs,
 ) -> Tensor:
+    """Attend by a fused kernel whose result is corrected for the sinks."""
     mask = inputs.mask_of(query)
     query, key, value = prepare_fused(query, key, value, mask)
     sinks = inputs.wide_sinks()
@@ -374,6 +378,7 @@ def _fp32_on_cpu(
     value: Tensor,
     inputs: KernelInputs,
 ) -> Tensor:
+    """Attend by torch's fused kernel for a CPU, in FP32."""
     key, value = _repeat_heads(query, key, value)
     return cpu_fused.attend(query, key, value, inputs.mask_of(query), inputs.scale)
 
@@ -384,6 +389,7 @@ def _torch_fused(
     value: Tensor,
     inputs: KernelInputs,
 ) -> Tensor:
+    """Attend by torch's fused attention, which chooses a kernel itself."""
     mask = inputs.mask_of(query)
     query, key, value = prepare_fused(query, key, value, mask)
     return F.scaled_dot_product_attention(

@@ -33,44 +33,54 @@ class LargestLogits:
 
         query: [b, n, s, d]. key: [b, groups, s, d].
         """
-        found = largest_logits(query, key, inputs)
-        torch.maximum(self.values, found, out=self.values)
+        of_microbatch = largest_logits(query, key, inputs)
+        torch.maximum(self.values, of_microbatch, out=self.values)
 
 
 def largest_logits(query: Tensor, key: Tensor, inputs: KernelInputs) -> Tensor:
-    """Return the largest logit of each head of query [b, n, s, d]: float64 [n].
+    """Return the largest logit of each head over all samples and all pairs of tokens that attend:
+    float64 [n].
 
-    Key may have fewer heads than query. Sequences must not be cut over ranks.
+    query: [b, n, s, d]. key: [b, groups, s, d], of which each head serves n / groups neighbouring
+    heads of query. inputs: what else decides the attention. Sequences must not be cut over ranks.
     """
     samples, heads, length, _ = query.shape
-    factor = inputs.config.attention_scalar**-0.5
-    rows_of_block = max(1, MOST_LOGITS // (samples * heads * length))
-    largest = query.new_full((heads,), -torch.inf, dtype=torch.float64)
-    # [b, groups, heads of a group, s, d], so that no key is copied
-    grouped = _for_products(query).unflatten(1, (key.shape[1], -1))
-    keys = _for_products(key).unsqueeze(2).transpose(3, 4)
+    logits_of_row = samples * heads * length
+    rows_of_block = max(1, MOST_LOGITS // logits_of_row)
+    # the products of queries and keys, which the factor of scores multiplies at the end
+    largest_products = query.new_full((heads,), -torch.inf, dtype=torch.float64)
+    # Queries are grouped by their head of key, so that no key is copied.
+    groups = key.shape[1]
+    queries = _for_products(query).unflatten(1, (groups, -1))  # [b, groups, n / groups, s, d]
+    keys = _for_products(key).unsqueeze(2).mT  # [b, groups, 1, d, s]
     for first in range(0, length, rows_of_block):
         stop = min(first + rows_of_block, length)
-        # no row attends to a later token
-        products = grouped[..., first:stop, :] @ keys[..., :stop]
-        logits = products.flatten(1, 2)  # [b, n, rows, columns]
-        logits.masked_fill_(~_attends(inputs, first, stop, query.device), -torch.inf)
-        of_block = logits.amax((0, 2, 3)).double()
-        torch.maximum(largest, of_block, out=largest)
-    return largest * factor
+        # no row attends to a token after the last row of the block
+        products = queries[..., first:stop, :] @ keys[..., :stop]
+        by_head = products.flatten(1, 2)  # [b, n, rows, columns]
+        attends = _attends(inputs, first, stop, query.device)
+        by_head.masked_fill_(~attends, -torch.inf)
+        largest_of_block = by_head.amax((0, 2, 3)).double()
+        torch.maximum(largest_products, largest_of_block, out=largest_products)
+    factor = inputs.config.attention_scalar**-0.5
+    return largest_products * factor
 
 
 def _for_products(x: Tensor) -> Tensor:
-    """Return x in the dtype of the products: half precision is slow on a CPU, and float16 has too
-    small a range for what is about to be clipped."""
+    """Return x in the dtype of the products: bf16 stays on a GPU, all else becomes FP32 or wider.
+
+    Half precision is slow on a CPU, and float16 overflows with logits that are too large, which are
+    those of interest here.
+    """
     if x.device.type == "cuda" and x.dtype == torch.bfloat16:
         return x
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _attends(inputs: KernelInputs, first: int, stop: int, device: torch.device) -> Tensor:
-    """Return bool [rows, stop] or [b, 1, rows, stop], True where a token of the rows [first, stop)
-    attends to another."""
+    """Return bool [rows, stop] or [b, 1, rows, stop]: True where a token of the rows from `first`
+    to before `stop` attends to a token of the columns from 0 to before `stop`."""
+    # a mask of the whole sequences, which has window and documents in it
     if isinstance(inputs.mask, Tensor):
         return inputs.mask[..., first:stop, :stop]
     rows = torch.arange(first, stop, device=device)[:, None]
@@ -80,7 +90,9 @@ def _attends(inputs: KernelInputs, first: int, stop: int, device: torch.device) 
     if window:
         attends &= columns > rows - window
     if isinstance(inputs.mask, Documents):
-        numbers = inputs.mask.numbers
-        same_document = numbers[:, first:stop, None] == numbers[:, None, :stop]
+        document_of_token = inputs.mask.numbers  # [b, s]
+        document_of_row = document_of_token[:, first:stop, None]
+        document_of_column = document_of_token[:, None, :stop]
+        same_document = document_of_row == document_of_column
         attends = attends & same_document.unsqueeze(1)
     return attends

@@ -45,6 +45,8 @@ class LatentAttention(Attention):
     """
 
     def _make_projections(self, layer: int) -> None:
+        """Make the projections down to latents and up to this rank's heads, the norms of latents,
+        and the output projection."""
         config = self.config
         context = self.context
         sizes = config.latent
@@ -130,11 +132,11 @@ class LatentAttention(Attention):
         return local_heads, max(sizes.head_dim, sizes.value_dim)
 
     def _project(self, x: Tensor) -> Tensor:
-        """Return what is made of x before heads differ, [s, b, features]: `config.latent.width` of
-        them on all ranks.
+        """Return the latents of x and the rotary part of the keys, [whole s, b, features], the same
+        on all ranks of tp: what a layer keeps if it recomputes attention.
 
-        Without a query latent, the queries of local heads come first, in place of it. Collective
-        over tp.
+        Without a query latent, the queries of this rank's heads come first, in its place.
+        Collective over tp.
         """
         sizes = self.config.latent
         widths = (sizes.query_rank, sizes.kv_rank, sizes.rope_dim)

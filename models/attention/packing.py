@@ -46,7 +46,7 @@ class Packing:
         return tuple(counts.tolist())
 
     def rows(self, rows: slice) -> "Packing":
-        """Return the packing of these samples."""
+        """Return the packing of some of the samples. rows: their slice."""
         return Packing(
             documents=None if self.documents is None else self.documents[rows],
             positions=None if self.positions is None else self.positions[rows],
@@ -54,12 +54,13 @@ class Packing:
         )
 
     def cut(self, cp: Axis) -> "Packing":
-        """Return the packing for a rank of cp: the positions of its tokens, and the documents of
-        whole samples."""
-        # Its queries attend to the keys of all ranks, whose documents they must know.
+        """Return the packing for this rank of cp: the positions of its own tokens, but the
+        documents of whole samples: its queries attend to the keys of all ranks, whose documents
+        they must know."""
         if self.positions is None:
             return self
-        return replace(self, positions=take_own_positions(self.positions, cp, 1))
+        own_positions = take_own_positions(self.positions, cp, dim=1)
+        return replace(self, positions=own_positions)
 
     def on(self, device: torch.device) -> "Packing":
         """Return this packing on a device, with its documents counted if it is a GPU."""
@@ -85,8 +86,8 @@ def causal_mask(
     device: torch.device,
     past: int = 0,
 ) -> Tensor:
-    """Return bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to
-    another (column).
+    """Return the mask of causal attention, bool [s - past, s], or [b, 1, s, s] with documents: True
+    where a token (row) attends to another (column).
 
     A token attends to itself and to earlier tokens, but not to tokens before its window (0: no
     window) or in other documents. The polarity is that of torch's scaled_dot_product_attention.
@@ -96,8 +97,9 @@ def causal_mask(
     past: number of first tokens that have no row, because they are only attended to; 0 if there are
         documents.
     """
+    # row i is token past + i, which attends to columns up to past + i
     attends = torch.ones(length - past, length, dtype=torch.bool, device=device).tril(past)
-    # Not before the window: `window` diagonals that end with the token itself.
+    # not before the window: `window` diagonals are left, of which the last is the token itself
     if 0 < window < length:
         attends = attends.triu(past + 1 - window)
     if documents is None:

@@ -58,7 +58,8 @@ class AttentionRule:
     softcap: float = 0.0
 
     def reachable_keys(self, queries: range, keys: range) -> range:
-        """Return the keys to which some query may attend."""
+        """Return the run of `keys` to which some of `queries` may attend, causally and within the
+        window; documents are not looked at. Both are runs of positions in the sequence."""
         first = keys.start
         if self.window:
             first = max(first, queries.start - self.window + 1)
@@ -109,7 +110,8 @@ class MergedAttention:
     """Attention of runs of queries over the parts of keys given to `add` so far.
 
     query: [b, n, s, d] whose rows are at the positions of `runs`, one run after the other.
-    heads: those of key and value, which have `width` features.
+    heads: the number of heads of key and value. width: the features of a head's value.
+    rule: which keys a query attends to.
     wide_dtype: the dtype of scores and sums.
     sinks: [n], or None.
     """
@@ -147,7 +149,11 @@ class MergedAttention:
         value: Tensor,
         runs: tuple[range, ...],
     ) -> None:
-        """Attend to the keys at the positions of `runs`, one run after the other."""
+        """Attend to a part of the keys: take its scores and values into the sums of each query.
+
+        key [b, m, t, d], value [b, m, t, width]: at the positions of `runs`, one run after the
+            other.
+        """
         rule = self._rule
         key = key.to(self._wide_dtype)
         value = value.to(self._wide_dtype)
@@ -157,7 +163,7 @@ class MergedAttention:
             query = block.of_queries(self._query)
             scores = capped_scores(query.to(self._wide_dtype), block_key, rule)
             scores = mask_scores_(scores, rule, block)
-            # Views: what changes in place below is the state of the merge.
+            # views of the state of the merge, which is changed in place below
             largest = block.of_queries(self._largest)
             total = block.of_queries(self._sum)
             values = block.of_queries(self._values)
@@ -172,7 +178,8 @@ class MergedAttention:
             largest.copy_(new_largest)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return attention [b, n, s, width], and `log_sum` [b, m, n / m, s, 1]."""
+        """Return attention [b, n, s, width], and `log_sum` [b, m, n / m, s, 1]: the logarithm of
+        the sum of the exponentials of each query's scores. To be called once."""
         attention = self._values.div_(self._sum).flatten(1, 2)
         log_sum = self._largest + self._sum.log()
         return attention, log_sum
@@ -220,6 +227,7 @@ class AttentionGradients:
         """Add the gradients from this part of the keys: that of query to its sum, the others to
         `grad_key` and `grad_value`, in place.
 
+        key, value, grad_key, grad_value: [b, m, t, features].
         runs: the positions of these keys; those of the queries were given before.
         """
         rule = self._rule
@@ -231,15 +239,15 @@ class AttentionGradients:
             query = block.of_queries(self._query).to(self._wide_dtype)
             grad = block.of_queries(self._grad).to(self._wide_dtype)
             scores = capped_scores(query, block_key, rule)
-            slope = None
-            # Before the mask: the slope of minus infinity is not a number.
+            slope = None  # of the soft cap: 1 - tanh^2
+            # before the mask: the slope of minus infinity is not a number
             if rule.softcap:
                 slope = (scores / rule.softcap).square_().neg_().add_(1)
             scores = mask_scores_(scores, rule, block)
             weights = scores.sub_(block.of_queries(self._log_sum)).exp_()
             dropped = drop_weights(weights, rule, block)
             block.of_keys(grad_value).add_(product_over_queries(dropped, grad))
-            # Dropout is linear, so the gradient of what it is given is the dropout of its gradient.
+            # Dropout is linear, so the gradient of its input is the dropout of that of its result.
             grad_weights = drop_weights(product(grad, block_value.mT), rule, block)
             grad_scores = grad_weights.sub_(block.of_queries(self._grad_dot_output))
             grad_scores.mul_(weights).mul_(rule.scale)
@@ -288,13 +296,16 @@ def visible_blocks(
 ) -> Iterator[ScoreBlock]:
     """Yield blocks that together have all pairs of queries and keys that may attend.
 
-    query: [b, m, n / m, s, d]. A block is so small that its scores take a limited memory.
+    query_runs, key_runs: the positions of the rows of query and of key.
+    query: [b, m, n / m, s, d]. wide_dtype: of scores, by which a block is so small that they take a
+    limited memory.
     """
-    # A tensor without storage has no values: the last, largest block takes as much memory as all of
-    # them.
+    # Where memory is counted on tensors without storage, the last block, the largest, will do: the
+    # blocks before it take no more.
     only_last = type(query) is not Tensor or query.is_meta
     device = "cpu" if query.device.type == "cpu" else "cuda"
-    bytes_of_pair = query.shape[:3].numel() * wide_dtype.itemsize
+    heads_and_samples = query.shape[:3].numel()
+    bytes_of_pair = heads_and_samples * wide_dtype.itemsize  # of a query and a key, in all heads
     pairs_of_block = _SCORES_BYTES[device] // bytes_of_pair
     for first_row, queries in with_offsets(query_runs):
         for first_column, keys in with_offsets(key_runs):

@@ -60,13 +60,10 @@ class RegionNorm(NamedTuple):
 
     @staticmethod
     def of(norm: nn.Module | None) -> "RegionNorm | None":
-        """Return a module's norm; None if a region cannot contain it.
-
-        It cannot if there is none, it is of another kind, or a hook waits for its result.
-        """
+        """Return the norm of a module as a region computes it; None if a region cannot: there is no
+        module, it is a norm of another kind, or it has a hook, which a region would not call."""
         if not isinstance(norm, RMSNorm | LayerNorm):
             return None
-        # A region does not call the module, so no hook would run.
         if norm._forward_hooks or norm._forward_pre_hooks:
             return None
         plan = norm.context.plan

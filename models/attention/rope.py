@@ -23,8 +23,8 @@ queries grow with their position the factors of queries besides, as `query_facto
 
 
 class Rotate(torch.autograd.Function):
-    """Rotates the first features of x by the angles of their position, in FP32 or wider, in every
-    dtype of the tables.
+    """Rotates the first features of x by the angles of their position, in FP32 or wider, whatever
+    the dtypes of x and the tables are.
 
     x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where the first r <= d features are rotated. The
     backward pass rotates in the opposite direction.
@@ -137,7 +137,7 @@ def _linear(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor
 
 
 def _dynamic(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
-    # A larger base slows all pairs but the fastest one.
+    # as in Hugging Face: a larger base slows all pairs but the fastest one
     stretch = max(length / scaling.original_max_position_embeddings, 1)
     base_factor = scaling.factor * stretch - (scaling.factor - 1)
     exponent = dims / (dims - 2)
@@ -147,9 +147,9 @@ def _dynamic(scaling: RopeScaling, base: float, dims: int, length: int) -> Tenso
 def _proportional(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
     """Return the frequencies of which the slowest are 0, as in transformers'
     `_compute_proportional_rope_parameters`, which rounds down twice."""
-    turning = int(scaling.fraction * dims // 2)
+    num_turning = int(scaling.fraction * dims // 2)
     frequencies = _plain(base, dims) / scaling.factor
-    frequencies[turning:] = 0
+    frequencies[num_turning:] = 0
     return frequencies
 
 
@@ -178,16 +178,17 @@ def _blend(
     factor: float,
     slowness: Tensor,
 ) -> Tensor:
-    """Return the frequencies of slow pairs (slowness 1) divided by `factor`, of fast pairs (0) as
-    they are, and of pairs between blended."""
+    """Return scaled frequencies [dims / 2] from those without a scaling: of slow pairs (slowness 1)
+    divided by `factor`, of fast pairs (slowness 0) as they are, and of pairs between a mean of
+    both, weighted by their slowness."""
     fast_part = plain * (1 - slowness)
     slow_part = plain / factor * slowness
     return fast_part + slow_part
 
 
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
-    """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original
-    length."""
+    """Return the slowness of Llama 3, float64 [dims / 2]: from 0 to 1 over the pairs that make from
+    high_freq_factor down to low_freq_factor turns within the original length."""
     # How often each pair turns within the original length.
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     ramp_width = scaling.high_freq_factor - scaling.low_freq_factor
@@ -200,8 +201,8 @@ def _slowness_by_turns(
     base: float,
     dims: int,
 ) -> Tensor:
-    """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to
-    beta_slow turns."""
+    """Return the slowness of YaRN (Peng et al., 2023), float64 [dims / 2]: from 0 to 1 over the
+    pairs that make from beta_fast down to beta_slow turns within the original length."""
 
     def pair_of_turns(turns: float) -> float:
         """Return the index of the pair that makes `turns` turns over the original length."""
@@ -213,7 +214,7 @@ def _slowness_by_turns(
     if scaling.truncate:
         last_fast = math.floor(last_fast)
         first_slow = math.ceil(first_slow)
-    # pairs that lie beyond the features of a head
+    # a head has no pairs beyond these
     last_fast = max(last_fast, 0)
     first_slow = min(first_slow, dims - 1)
     # Without pairs between, a step in place of a ramp: all pairs are fast or slow.

@@ -34,8 +34,8 @@ _FLASH_WIDEST = 256
 def fuses(query: Tensor) -> bool:
     """Return True if `attend` has a kernel for such a query [b, n, s, d].
 
-    A GPU's want d in eights, and no float64. Flash attention, in half precision, wants a GPU of
-    compute capability 8.
+    The kernels of a GPU want d in multiples of 8, and no float64. Flash attention, in half
+    precision, wants a GPU of compute capability 8.0 or later.
     """
     if query.device.type == "cpu":
         return True
@@ -137,11 +137,13 @@ class _AttendWithSinks(torch.autograd.Function):
 
 
 def _make_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
-    """Return what a kernel adds to the scores: 0 where the mask is True, else -inf."""
+    """Return what a kernel adds to the scores, 0 where the mask is True, else -inf, in the dtype of
+    query: of the shape of the mask, on a GPU [b, n, s, t]."""
     bias = bias_of_mask(attn_mask, query.dtype)
     if query.device.type == "cpu":
         return bias
     keys = bias.shape[-1]
-    # Padded and cut again: a view whose rows begin where the kernel wants them.
-    aligned = F.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+    # padded and cut again: a view whose rows begin where the kernel wants them
+    padding = -keys % _BIAS_ALIGNMENT
+    aligned = F.pad(bias, (0, padding))[..., :keys]
     return aligned.expand(*query.shape[:3], keys)

@@ -70,31 +70,35 @@ def build(
     make: MakeStage = Stage,
     separate_head: bool = False,
 ) -> Mapping[int, Stage]:
-    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank
-    is a tied copy.
+    """Return the stages that pipeline rank `pp_rank` holds, by number.
 
-    separate_head: a tied head is a copy on the same rank too, so that its gradients are summed
-        apart from the embedding's, as in a longer pipeline.
+    A model that reads its embedding in the last stage too, for a tied head or for modules of
+    multi-token prediction, has a tied copy of it there, unless first and last stage are on one
+    rank.
+    make: builds each stage.
+    separate_head: there is a copy in that case too, so that its gradients are summed apart from the
+        embedding's, as in a longer pipeline.
     """
     last_stage = len(rank_of_stage) - 1
-    end_ranks = (rank_of_stage[0], rank_of_stage[-1])
-    ends_meet = end_ranks[0] == end_ranks[1]
+    first_rank = rank_of_stage[0]
+    last_rank = rank_of_stage[-1]
     uses_embedding_twice = config.tied or config.mtp_layers > 0
-    has_copy = uses_embedding_twice and (separate_head or not ends_meet)
-    tied_ranks = end_ranks if has_copy else ()
+    has_copy = uses_embedding_twice and (separate_head or first_rank != last_rank)
+    tied_ranks = (first_rank, last_rank) if has_copy else ()
     stages = {
         cut.stage: make(config, context, cut, tied_ranks)
         for cut in all_cuts
         if rank_of_stage[cut.stage] == pp_rank
     }
     shares_parameter = uses_embedding_twice and not has_copy and last_stage > 0
-    if shares_parameter and pp_rank == end_ranks[0]:
+    if shares_parameter and pp_rank == first_rank:
         _share_embedding(stages[0], stages[last_stage])
     return stages
 
 
 def _share_embedding(first: Stage, last: Stage) -> None:
-    """Make the first stage's embedding that of the last one, for a tied head and for modules."""
+    """Make the weight of the first stage's embedding also that of the last stage's tied head, and
+    of the embedding that its modules of multi-token prediction read."""
     # One parameter, so that autograd sums the gradients of both uses.
     if last.config.tied:
         last.head = first.embedding.weight
@@ -107,8 +111,8 @@ def layer_costs(
     seq_length: int,
     recompute: Recompute,
 ) -> list[float]:
-    """Return the cost of each layer."""
-    # All layers of a kind cost the same.
+    """Return the cost of each layer: the FLOPs of both of its passes, per token."""
+    # all layers of a kind cost the same
     by_kind: dict[object, float] = {}
     costs: list[float] = []
     for number, kind in enumerate(config.kind_keys(range(config.layers))):
@@ -186,8 +190,8 @@ def _even_cut(
     first_extra: float,
     last_extra: float,
 ) -> list[int]:
-    """Cut layers of equal costs: each further layer goes to the least busy rank, and there to its
-    smallest stage.
+    """Return the number of layers of each stage, of layers of equal cost: each further layer goes
+    to the least busy rank, and there to its smallest stage.
 
     No other assignment makes the busiest rank less busy, because one more layer costs every rank
     the same.
@@ -220,15 +224,16 @@ def _uneven_cut(
     first_extra: float,
     last_extra: float,
 ) -> list[int]:
-    """Cut layers of different costs by bisection: find the least work of a stage with which all
-    layers have a stage."""
-    # Greedy filling succeeds from the least work on, and fails below it: a stage that is filled as
-    # far as the limit allows leaves the fewest layers to the others.
+    """Return the number of layers of each stage, of layers of different costs, such that the
+    busiest stage has the least work: the least limit of a stage's work with which all layers fit,
+    found by bisection."""
+    # Filling stages one after the other fits all layers from that limit on, and fails below it: a
+    # stage that is filled as far as the limit allows leaves the fewest layers to the others.
     low = 0.0
     high = sum(costs) + first_extra + last_extra
     while True:
         middle = (low + high) / 2
-        # Until no number of floating point lies between the two, so that the cut is exact.
+        # until no number of floating point lies between the two, so that the cut is exact
         if not low < middle < high:
             break
         if _fill_stages(costs, stages, first_extra, last_extra, middle):
@@ -245,20 +250,20 @@ def _fill_stages(
     last_extra: float,
     limit: float,
 ) -> list[int]:
-    """Return the layers of stages that are filled from the first on with work up to `limit`; empty
-    if some are left."""
+    """Return the number of layers of each stage, if the stages are filled from the first on, each
+    with work up to `limit`; empty if a stage gets no layer, or layers are left."""
     counts = list[int]()
     start = 0
     for stage in range(stages):
         work = 0.0
-        # a stage may be both
+        # a stage may be the first and the last one
         if stage == 0:
             work += first_extra
         if stage == stages - 1:
             work += last_extra
         end = start
         later_stages = stages - 1 - stage
-        latest_end = len(costs) - later_stages  # so that each of them has a layer
+        latest_end = len(costs) - later_stages  # so that each later stage has a layer
         while end < latest_end and work + costs[end] <= limit:
             work += costs[end]
             end += 1

@@ -14,7 +14,8 @@ from megaprec.errors import UserError
 
 
 def freeze(stages: Iterable[nn.Module], patterns: Sequence[str]) -> list[str]:
-    """Freeze the parameters whose logical names match a pattern; return the names of all.
+    """Freeze the parameters whose logical names match a pattern ("*" matches any characters);
+    return the logical names of all parameters, frozen or not.
 
     Raises UserError if only some of the logical tensors that one parameter holds match, such as
     the queries of queries, keys and values.

@@ -69,7 +69,7 @@ class CachedAttention(Attention):
         """
         past = self._length
         length = past + query.shape[2]
-        # After the rotation, whose angles do not change any more.
+        # keys are kept after their rotation, whose angles do not change any more
         self._keys[:, :, past:length] = key
         self._values[:, :, past:length] = value
         self._length = length
@@ -105,7 +105,8 @@ class CachedRecurrence(nn.Module):
         self._state: Tensor | None = None
 
     def _tokens_before(self, mixed: Tensor) -> Tensor:
-        """Return the tokens before `mixed`, and keep the last ones for the tokens after it."""
+        """Return the tokens before `mixed` that its convolution sees, [kernel - 1, b, features],
+        and keep the last ones of both for the next call. mixed: [s, b, features]."""
         reach = self.convolution.shape[1] - 1
         before = self._before
         if before is None:
@@ -119,7 +120,7 @@ class CachedDeltaNet(CachedRecurrence, GatedDeltaNet):
     """A gated delta net of new tokens, which goes on from the state that earlier ones have left."""
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
-        # A chunk of one token would be padding but for that.
+        # a single token: in a chunk all others would be padding
         apply = delta_rule.recurrent if inputs.key.shape[2] == 1 else self._scan
         outputs, self._state = apply(inputs, self._state)
         return outputs
@@ -134,7 +135,7 @@ class CachedMambaMixer(CachedRecurrence, MambaMixer):
     """A Mamba-2 mixer of new tokens, which goes on from the state that earlier ones have left."""
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
-        # A chunk of one token would be padding but for that.
+        # a single token: in a chunk all others would be padding
         apply = state_space.recurrent if inputs.key.shape[2] == 1 else self._scan
         outputs, self._state = apply(inputs, self._state)
         return outputs
@@ -193,7 +194,7 @@ class CachedStage(Stage):
             raise UserError.of("model.cache_full", num_tokens=len(text), capacity=self._capacity)
         past = len(self._text)
         if past and self._changes_all_angles(len(text)):
-            # What is kept was rotated by other angles: begin again with the whole text.
+            # the keys that are kept were rotated by other angles: begin again with the whole text
             past = 0
             ids = text
             for layer in self._attentions():
@@ -217,8 +218,8 @@ class CachedStage(Stage):
         positions: Tensor | None,
         windowed: bool,
     ) -> RotaryTables:
-        """Return the tables at the positions of the new tokens, from tables that serve for the
-        whole text."""
+        """Return the tables at the positions of the new tokens, as `Stage` does, from tables of the
+        whole text and not of the new tokens alone. `length` is not read."""
         table_length = self._capacity
         scaling = self.config.rope_scaling
         if scaling.kind == "dynamic":

@@ -36,9 +36,9 @@ def make_norm(
     name: str,
     scale: float = 1.0,
 ) -> nn.Module:
-    """Return the norm of the model's family, over the hidden features.
+    """Return a norm over the hidden features, of the kind that the model has: LayerNorm or RMSNorm.
 
-    scale: the factor that it begins with.
+    name: the logical name of its parameters. scale: the value that its factor begins with.
     """
     if config.norm == "layer":
         return LayerNorm(
@@ -133,9 +133,10 @@ class DecoderLayer(nn.Module):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
-        """Return the residual stream x with the branches added."""
-        # As in InternEvo: the next layer drops its input, to which these branches were added,
-        # so the last layer's sum is not dropped.
+        """Return the residual stream x with the branches added, in the dtype of x, which may be
+        wider than that of branches."""
+        # As in InternEvo: each layer drops its input in place of the feed-forward's branch, so the
+        # last layer's sum is not dropped.
         drops_stream = self.config.dropout_at == "stream"
         if drops_stream:
             x = self._drop(x, "input", microbatch)
@@ -162,7 +163,6 @@ class DecoderLayer(nn.Module):
         fed = self._scaled(fed)
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
-        # The stream keeps its dtype, which may be wider than that of branches.
         return (summed + fed).to(x.dtype)
 
     def _branches_of_one_norm(
@@ -171,7 +171,8 @@ class DecoderLayer(nn.Module):
         attend: Callable[[Tensor], Tensor],
         microbatch: MicrobatchInfo | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention's branch of x and the feed-forward's, which read the same norm."""
+        """Return attention's branch of x and the feed-forward's branch, which both read one norm of
+        x, computed once."""
         assert self.attention_norm is not None, "the norm that both branches read"
 
         def both(normalized: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,14 +195,15 @@ class DecoderLayer(nn.Module):
         attended: Tensor,
         microbatch: MicrobatchInfo | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return x + attended, and the feed-forward's branch."""
+        """Return x + attended, and the feed-forward's branch: of that sum, or of x if both branches
+        are parallel."""
         summed = (x + attended).to(x.dtype)
         # parallel branches both read the input of the layer
         branch_input = x if self.config.parallel_residual else summed
         return summed, self._feed_norm(branch_input, microbatch)
 
     def _feed_norm(self, x: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
-        """Return the feed-forward's branch of x."""
+        """Return the feed-forward's branch of x, with its norms."""
         feed = partial(self._feed, microbatch=microbatch)
         return self._branch(x, self.mlp_norm, feed, self.mlp_post_norm)
 
@@ -218,7 +220,7 @@ class DecoderLayer(nn.Module):
         """
         leaves = self.context.leaves
         norm_is_recomputed = "norm" in self.context.recompute.modules
-        # Parallel branches norm x and not the sum, and a recomputed norm is a unit of its own.
+        # The norm of a parallel branch is of x and not of the sum; a recomputed norm is not kept.
         if not leaves.by_region or self.config.parallel_residual or norm_is_recomputed:
             return None
         norm = RegionNorm.of(self.mlp_norm)

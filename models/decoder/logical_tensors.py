@@ -21,7 +21,7 @@ def load_logical(stages: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> 
         for part in layout_of(parameter).parts:
             _require(part.name, part.shape, tensors)
     for parameter in parameters:
-        # all elements of a blank one may share one place in memory
+        # the elements of a parameter that was built blank may share one place in memory
         parameter.data = parameter.data.contiguous()
         values = parameter.data.view(-1)
         for part, start, stop in layout_of(parameter).spans():

@@ -71,9 +71,11 @@ class MTPBatch:
     losses: Tensor
 
     def of_samples(self, samples: slice) -> "MTPBatch":
-        """Return those of the micro-batch of these samples, as [D, s, b]."""
+        """Return the part of a share's batch that belongs to the micro-batch of these samples, with
+        tensors [D, s, b]."""
 
         def by_position(x: Tensor) -> Tensor:
+            """Return [D, s, b] of these samples, of x [D, samples, s]."""
             return x[:, samples].transpose(1, 2).contiguous()
 
         return replace(
@@ -138,11 +140,12 @@ def make_mtp_batch(
     else:
         weights = mask.double()
 
-    # Shifted before it is cut: the token k later may be one of another rank of cp.
     def local_part(x: Tensor) -> Tensor:
-        """Return x at the positions that each module predicts from: [D, samples, s / cp]."""
+        """Return, for each module k and each position of this rank's tokens, x of the token k
+        later: [D, samples, s / cp]."""
         distances = range(1, modules + 1)
         later = torch.stack([_shift(x, distance, documents) for distance in distances])
+        # cut after the shift: the token k later may be one of another rank of cp
         return take_own_positions(later, cp, 2).to(device)
 
     local_tokens = local_part(tokens)
@@ -160,9 +163,9 @@ def _shift(
     distance: int,
     documents: Tensor | None,
 ) -> Tensor:
-    """Return x [samples, s] of the position `distance` tokens later; 0 where the sample, or the
-    document, has ended before."""
-    # Token 0 stands where there is none, with a weight of 0.
+    """Return, for each position of x [samples, s], the value `distance` positions later; 0 where
+    the sample, or the document, has ended before."""
+    # of tokens: token 0 stands where there is none; of weights: such a token has the weight 0
     later = torch.zeros_like(x)
     length = max(0, x.shape[1] - distance)
     later[:, :length] = x[:, distance:]
@@ -229,8 +232,8 @@ class PredictionModule(nn.Module):
         hidden states."""
         context = self.context
         normed = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
-        # Each tp rank has some output features of the projection, and a layer wants them all. Each
-        # rank then gets their whole gradient back, so they are joined and not gathered.
+        # Each tp rank has some output features of the projection, and the layer wants them all.
+        # `join`, not `gather`: all ranks go on alike, so each has the whole gradient.
         x = collectives.join(self.projection(normed), context.tp, 2)
         if context.cut_sequence:
             x = collectives.split(x, context.tp, 0)

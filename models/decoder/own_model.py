@@ -35,6 +35,7 @@ def stage_maker(factory: str) -> MakeStage:
         cut: Cut,
         tied: tuple[int, ...],
     ) -> Stage:
+        """Return the stage that the user's function builds, once it is checked."""
         stage = make(config, context, cut, tied)
         _require_stage(factory, stage, cut)
         return stage
@@ -47,9 +48,12 @@ def _require_stage(
     stage: Any,
     cut: Cut,
 ) -> None:
-    """Raise UserError if `stage` lacks a property that a stage must have."""
+    """Raise UserError unless `stage`, which the function that `factory` names has built, is a torch
+    module, has `losses` if it is the last one, and parameters with layouts.
+
+    Otherwise the first pass would fail, and nothing would name the user's function.
+    """
     subject = f'model.factory = "{factory}": stage {cut.stage}'
-    # Found here and not in the first pass, where nothing would name the user's function.
     if not isinstance(stage, nn.Module):
         raise UserError.of("model.stage_not_module", subject=subject, kind=type(stage).__name__)
     if cut.last and not callable(getattr(stage, "losses", None)):

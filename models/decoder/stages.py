@@ -89,7 +89,7 @@ class Stage(nn.Module):
         # Parameters lie in the optimizer's buffers in the order in which they are made here.
         if cut.first:
             self._add_first_modules(tied)
-        # By name, as in `layers`: a ModuleDict has no other keys.
+        # by the layers' names, their numbers as text, which a ModuleDict wants as keys
         recomputed_layers = context.recompute.count_whole_layers(len(cut.layers))
         self.recomputed_layers = {str(number) for number in cut.layers[:recomputed_layers]}
         self.layers = nn.ModuleDict(
@@ -98,13 +98,14 @@ class Stage(nn.Module):
         if cut.last:
             self._add_last_modules(tied)
         note_growth(self.parameters(), config.mup)
-        # by name, as `layers`
+        # the window of each layer, 0 without, by the layer's name
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
         recurrent_layers = {*config.delta_layers, *config.layers_of("M")}
         self._recurrent_layers = {
             str(number) for number in cut.layers if number in recurrent_layers
         }
-        # By window or not, length, and for consecutive positions or any.
+        # by whether they are those of layers with a window, the length of sequences, and whether
+        # they are those of this rank's consecutive positions or of all positions of a sequence
         self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
 
     def _add_first_modules(self, tied: tuple[int, ...]) -> None:
@@ -147,6 +148,7 @@ class Stage(nn.Module):
         return self._attention_type()
 
     def _make_module(self, number: int) -> PredictionModule:
+        """Return module `number`, from 0, of multi-token prediction."""
         # Its layer is recomputed if all layers of the stage are.
         recompute_layer = len(self.recomputed_layers) == len(self.cut.layers)
         return PredictionModule(
@@ -161,7 +163,8 @@ class Stage(nn.Module):
         return self._kind("LatentAttention") if self.config.latent else self.attention
 
     def _kind(self, name: str) -> Any:
-        """Return the class of a kind of layers."""
+        """Return the class of attention, or of what layers have in its place, by its name: one of
+        `own_kinds`, or that of `models.optional_parts`."""
         return self.own_kinds.get(name) or getattr(optional_parts, name)
 
     def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
@@ -184,7 +187,7 @@ class Stage(nn.Module):
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         """Return the weight of the head, which may be that of this stage's embedding."""
         config = self.config
-        # The modules' embedding is the head's copy.
+        # the copy of the embedding that modules of multi-token prediction read on this stage
         has_own_embedding = config.mtp_layers and not self.cut.first
         shares_first_embedding = self.cut.first and not tied
         if config.tied and (has_own_embedding or shares_first_embedding):
@@ -193,8 +196,9 @@ class Stage(nn.Module):
         if not config.tied:
             rows = Part.cut("head.weight", shape, 0, self.context.tp)
             return parameter(self.context, [rows], config.initial_std("head"))
+        # a copy of the embedding, tied to that of the first stage
         rows = Part.cut("embedding.weight", shape, 0, self.context.tp)
-        # The embedding and the head may be two parameters on one rank.
+        # a rank that has both of them has two parameters
         again = len(set(tied)) < len(tied)
         std = config.initial_std("embedding")
         return parameter(self.context, [rows], std, tied=tied, again=again)
@@ -250,6 +254,8 @@ class Stage(nn.Module):
         masks = self._make_masks(length, x.device, packing)
 
         def with_arguments(run: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
+            """Return `run` with the arguments that the layer of this name gets besides its
+            activation."""
             return partial(
                 run,
                 rotary=self._rotary_of(layer, rotary),
@@ -272,10 +278,11 @@ class Stage(nn.Module):
     def _mask_of(
         self, layer: str, masks: Mapping[int, Tensor | Documents], packing: Packing
     ) -> Tensor | Documents | None:
-        """Return what a layer knows of documents: a mask or the documents, or with a recurrent
-        state on a CPU their numbers."""
+        """Return what the layer of this name is told of documents: the mask or the documents that
+        `_make_masks` has made; of a layer with a recurrent state on a CPU the number of each
+        token's document; None if each sample is one document."""
         mask = masks.get(self._windows[layer])
-        # A recurrent state has no use for the mask that attention has on a CPU.
+        # a recurrent state has no use for the mask that attention has on a CPU
         if layer in self._recurrent_layers and not isinstance(mask, Documents):
             return packing.documents
         return mask
@@ -288,8 +295,11 @@ class Stage(nn.Module):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
-        """Return hidden states of the final norm, whose backward pass also starts those of the
-        modules' losses."""
+        """Run the modules of multi-token prediction. Return `hidden`, whose backward pass also
+        starts those of the modules' losses.
+
+        hidden: the hidden states after the final norm, [s, b, hidden].
+        """
         x = hidden
         loss_parts = []
         for name, module in self.mtp.items():
@@ -319,18 +329,19 @@ class Stage(nn.Module):
         device: torch.device,
         packing: Packing,
     ) -> Mapping[int, Tensor | Documents]:
-        """Return the attention masks of the layers of this stage, by window; empty if each sample
-        is one document.
+        """Return the attention masks of the layers of this stage, by their window; empty if each
+        sample is one document.
 
-        On a GPU these are the documents: attention that needs no mask makes none. Under context
-        parallelism they are the numbers of documents, from which attention makes masks in parts.
+        On a GPU they are the documents themselves, from which attention makes a mask only if it
+        needs one. Under context parallelism they are the number of each token's document, from
+        which attention makes masks in parts.
+        length: tokens of a sequence.
         """
         if packing.documents is None:
             return {}
         windows = {*self._windows.values()}
         if self.context.cp.size > 1:
             return dict.fromkeys(windows, packing.documents)
-        # On a GPU a mask of tokens x tokens is made only if a kernel asks for it.
         if device.type != "cpu":
             documents = Documents(packing.documents, sum(packing.document_counts))
             return dict.fromkeys(windows, documents)
@@ -345,9 +356,11 @@ class Stage(nn.Module):
         positions: Tensor | None,
         name: str = "embedding",
     ) -> Tensor:
-        """Return the embeddings of ids [s, b], with dropout that `name` identifies.
+        """Return the embeddings of ids [s, b], with learned positions, a norm and dropout if the
+        model has them.
 
-        positions: of the packing, [b, s].
+        positions: of the packing, [b, s]; None: consecutive ones. name: keys the random numbers of
+        dropout.
         """
         x = self.embedding(ids)
         # Rounded to the dtype of the embeddings first, as Gemma does.
@@ -366,12 +379,13 @@ class Stage(nn.Module):
         return dropout(x, rate, self.context, name, microbatch)
 
     def _position_rows(self, x: Tensor, positions: Tensor | None) -> slice | Tensor:
-        """Return the rows of the position table for activations x.
+        """Return the rows of the position table that are added to activations x of this rank: a
+        slice of s rows, or int64 [s, b].
 
-        positions: of the packing, [b, s].
+        positions: of the packing, [b, s]; None: consecutive ones.
         """
         context = self.context
-        # Of this rank's shard of the sequence.
+        # under sequence parallelism x is this rank's shard of the sequence
         first = context.tp.rank * len(x) if context.cut_sequence else 0
         local_rows = slice(first, first + len(x))
         if positions is not None:
@@ -381,8 +395,9 @@ class Stage(nn.Module):
         return positions_between(context, len(x), x.device).unsqueeze(1).expand(x.shape[:2])
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return the logits of hidden states before the final norm."""
-        # The factors are those of the norm's own gradients: the gradient of x has both.
+        """Return the logits, with their soft cap, of hidden states x before the final norm."""
+        # Under muP the gradient of the norm's weight is multiplied by `norm_scale`: that of the
+        # norm's result is, and the gradient of x is divided by it again.
         norm_scale = self.config.mup.final_norm
         logits = self.context.recompute.run_forward(
             "norm",
@@ -393,13 +408,13 @@ class Stage(nn.Module):
         return softcap(logits, self.config.final_softcap)
 
     def _logits_of_normalized(self, x: Tensor) -> Tensor:
-        """Return the logits of hidden states after the final norm."""
+        """Return the logits, with their soft cap, of hidden states x after the final norm."""
         return softcap(self._uncapped_logits(x), self.config.final_softcap)
 
     def _uncapped_logits(self, x: Tensor) -> Tensor:
         """Return the products of the head with hidden states after the final norm."""
         context = self.context
-        # of fewer numbers than the logits, whose quotients are the same
+        # x has fewer numbers than the logits, and the quotients are the same
         if self.config.logit_divisor != 1:
             x = x / self.config.logit_divisor
         layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
@@ -423,10 +438,12 @@ class Stage(nn.Module):
         Training does not widen them: that would not change the loss, which is computed in the
         sensitive dtype in any case.
         """
-        output = self.context.plan.output
-        widens = torch.promote_types(logits.dtype, output) == output
+        output_dtype = self.context.plan.output
+        would_widen = torch.promote_types(logits.dtype, output_dtype) == output_dtype
         is_training = microbatch is not None
-        return logits if is_training and widens else logits.to(output)
+        if is_training and would_widen:
+            return logits
+        return logits.to(output_dtype)
 
     def _rotary_by_window(
         self,
@@ -434,7 +451,8 @@ class Stage(nn.Module):
         device: torch.device,
         positions: Tensor | None,
     ) -> dict[bool, RotaryTables]:
-        """Return the tables that the layers of this stage need, by `_uses_window_rotary`."""
+        """Return the rotary tables that the layers of this stage need: by True those of layers with
+        the rotary positions of a window (`_uses_window_rotary`), by False those of all others."""
         if self.config.positions != "rope":
             return {}
         tables: dict[bool, RotaryTables] = {}
@@ -454,21 +472,22 @@ class Stage(nn.Module):
 
         length: of whole sequences. The tables are computed once per length, because under dynamic
         scaling the angles depend on the length.
+        positions: those of this rank's tokens, [b, s]; None: consecutive ones.
+        windowed: the tables are those of layers with the rotary positions of a window.
         """
         key = windowed, length, positions is None
         if key not in self._rotary_tables:
-            # Tables of one length are kept at a time: evaluation has many lengths.
-            kept_tables = {
-                kept_key: tables
-                for kept_key, tables in self._rotary_tables.items()
-                if kept_key[0] != windowed
-            }
-            made = self._make_rotary_tables(length, windowed)
-            # Given positions are those of this rank's tokens already.
+            new_tables = self._make_rotary_tables(length, windowed)
+            # given positions are those of this rank's tokens already
             if positions is None:
-                made = tuple(take_own_positions(table, self.context.cp, 0) for table in made)
-            kept_tables[key] = tuple(table.to(device) for table in made)
-            self._rotary_tables = kept_tables
+                cp = self.context.cp
+                new_tables = tuple(take_own_positions(table, cp, 0) for table in new_tables)
+            # Tables of one length are kept at a time: evaluation has many lengths.
+            for old_key in [*self._rotary_tables]:
+                old_windowed, _, _ = old_key
+                if old_windowed == windowed:
+                    del self._rotary_tables[old_key]
+            self._rotary_tables[key] = tuple(table.to(device) for table in new_tables)
         tables = self._rotary_tables[key]
         if positions is None:
             return tables
@@ -507,6 +526,8 @@ class Stage(nn.Module):
         return torch.stack(self._cross_entropy(logits, targets))
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, and the log of the sum of the exponentials of its logits,
+        [s, b] each. Collective over tp."""
         context = self.context
         return cross_entropy_and_log_sum(
             logits,

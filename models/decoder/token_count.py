@@ -55,7 +55,8 @@ def count_tokens(
     device: torch.device,
     exact: bool = False,
 ) -> TokenCount:
-    """Return the count over the replicas. Collective over dp if there is a mask.
+    """Return the number of tokens in the loss over all replicas, or the sum of their weights, which
+    may be under way. Collective over dp if there is a mask.
 
     tokens: the number of this rank's tokens, the same on every rank of dp.
     mask: the weights of their targets on `device`; None on every replica: all count.

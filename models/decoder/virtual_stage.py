@@ -45,18 +45,21 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
         cut: Cut,
         tied: tuple[int, ...],
     ) -> Any:
+        """Return one stage for all virtual ranks of this process."""
         if config.mtp_layers:
             raise UserError.of("model.mtp_virtual_ranks", mtp_layers=config.mtp_layers)
         lockstep = Lockstep(virtual)
         # A process with one virtual rank has an ordinary stage, whose tp axis sums canonically.
         if virtual.num_local == 1:
-            return make(config, replace(context, tp=lockstep.axes[0], sequence=True), cut, tied)
-        contexts = [
-            replace(context, tp=tp, sequence=True, deferred=WeightGradQueue())
-            for tp in lockstep.axes
-        ]
-        shards = [make(config, shard_context, cut, tied) for shard_context in contexts]
-        queues = [shard_context.deferred for shard_context in contexts]
+            (tp,) = lockstep.axes
+            return make(config, replace(context, tp=tp, sequence=True), cut, tied)
+        shards: list[Stage] = []
+        queues: list[WeightGradQueue] = []
+        for tp in lockstep.axes:
+            queue = WeightGradQueue()
+            shard_context = replace(context, tp=tp, sequence=True, deferred=queue)
+            shards.append(make(config, shard_context, cut, tied))
+            queues.append(queue)
         return VirtualStage(lockstep, shards, cut, context.deferred, queues)
 
     return make_virtual
@@ -84,7 +87,7 @@ class VirtualStage(nn.Module):
         self.cut = cut
         self.deferred = deferred
         self.queues = tuple(queues)
-        # A ModuleList would count as layers, which wait for all of their weights.
+        # a tuple: a ModuleList would count as a list of layers, which wait for all of their weights
         self.shards = tuple(shards)
         for rank, shard in zip(lockstep.virtual.ranks, shards, strict=True):
             self.add_module(f"shard{rank}", shard)
@@ -112,16 +115,19 @@ class VirtualStage(nn.Module):
         microbatch: MicrobatchInfo | None = None,
         packing: Packing = UNPACKED,
     ) -> Tensor | tuple[Tensor, ...]:
-        # Ids are the same for all virtual ranks; activations are cut along the sequence.
+        # ids are the same for all virtual ranks; activations are cut along the sequence
         if self.cut.first:
             inputs = [x] * len(self.shards)
         else:
-            # copies: a part of x would keep all of x alive in each graph
+            # copies: a view would keep all of x alive in each graph
             inputs = [shard.clone() for shard in x.chunk(len(self.shards))]
 
         def forward_of(shard: Stage) -> Callable[[Tensor], Tensor]:
-            # By position: a stage of the user's may name its arguments otherwise.
-            return lambda x: shard(x, microbatch, packing)
+            def forward(x: Tensor) -> Tensor:
+                # by position: a stage of the user's may name its arguments otherwise
+                return shard(x, microbatch, packing)
+
+            return forward
 
         outputs = self._run([forward_of(shard) for shard in self.shards], inputs)
         return tuple(outputs) if self.cut.last else torch.cat(outputs)
@@ -140,22 +146,26 @@ class VirtualStage(nn.Module):
     def _run(
         self, functions: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return functions[n](inputs[n]) for each virtual rank of this process."""
+        """Return functions[n](inputs[n]) for each virtual rank n of this process, run in lockstep.
+        Gradients flow to the inputs and the weights."""
         if not torch.is_grad_enabled():
             return self.lockstep.run(_bind(functions, inputs))
-        # Ids need no gradient, but the embedding does: an input that needs one makes autograd run
-        # the backward pass of this node.
+        # Autograd runs the backward pass of a node only if some input of it needs a gradient: ids
+        # do not, although the weights behind them do.
         anchor = torch.zeros((), requires_grad=True)
         return list(_Lanes.apply(anchor, self, functions, *inputs))
 
     def back_propagate(self, ends: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run the backward pass of each virtual rank's graph; defer weight gradients if the
-        executor does."""
+        """Run the backward pass of each virtual rank's graph, in lockstep; defer weight gradients
+        if the executor does.
+
+        ends: where each graph ends. gradients: those of the results there.
+        """
         passes = [
             partial(torch.autograd.backward, (end,), (gradient,))
             for end, gradient in zip(ends, gradients, strict=True)
         ]
-        # A whole backward pass computes weight gradients at once.
+        # a whole backward pass, in which weight gradients are computed at once
         if not self.deferred.is_collecting:
             self.lockstep.run(passes)
             return

@@ -64,8 +64,8 @@ class AttentionLogits:
             attention.largest_logits.clear()
 
     def largest(self) -> Tensor:
-        """Return the largest logits of the passes of a step, of all ranks: float64 [layers with
-        attention, heads]. Collective over the world."""
+        """Return the largest logit of each head in the passes of a step, over all ranks: float64
+        [layers with attention, heads]. Collective over the world."""
         shape = (len(self._names), self._config.heads)
         table = torch.full(shape, -torch.inf, dtype=torch.float64, device=self._device)
         for row, name in zip(table, self._names, strict=True):
@@ -78,34 +78,35 @@ class AttentionLogits:
         return self._world.max_(table)
 
     def row_factors(self, largest: Tensor) -> RowFactors | None:
-        """Return the factors of weights that QK-clip makes smaller; None without it.
+        """Return the factors by which QK-clip multiplies rows of weights; None without it.
 
-        largest: of `largest`.
+        largest: the result of `largest`.
         """
         if self._clip is None:
             return None
         factors: dict[str, Tensor] = {}
-        for name, of_heads in zip(self._names, largest, strict=True):
-            of_layer = self._config.kind_of_layer(self._layer_of(name))
-            factors |= clip_factors(of_layer, self._clip, name, of_heads)
+        for name, largest_of_heads in zip(self._names, largest, strict=True):
+            config_of_layer = self._config.kind_of_layer(self._layer_of(name))
+            factors |= clip_factors(config_of_layer, self._clip, name, largest_of_heads)
         return RowFactors(factors)
 
     def _layer_of(self, name: str) -> int:
-        """Return the number of the layer of an attention. Modules of multi-token prediction are as
-        the last."""
+        """Return the number of the layer of an attention; for a module of multi-token prediction
+        that of the model's last layer, which its own layer is like."""
         return min(layer_number(name, self._config), self._config.layers - 1)
 
     def read(self, report: StepReport) -> StepReport:
-        """Return the report of a step, whose last further numbers are those of `largest`, with them
-        in their place."""
+        """Return the report of a step with the numbers of `largest`, which are the last ones of its
+        `further`, in a field of their own."""
         heads = self._config.heads
-        end = len(report.further) - len(self._names) * heads
-        numbers = report.further[end:]
+        begin = len(report.further) - len(self._names) * heads
+        numbers = report.further[begin:]
         attentions: list[AttentionReport] = []
         for index, name in enumerate(self._names):
-            of_layer = numbers[index * heads : (index + 1) * heads]
-            attentions.append(AttentionReport(layer_number(name, self._config), of_layer))
-        return replace(report, attentions=tuple(attentions), further=report.further[:end])
+            logits_of_layer = numbers[index * heads : (index + 1) * heads]
+            number = layer_number(name, self._config)
+            attentions.append(AttentionReport(number, logits_of_layer))
+        return replace(report, attentions=tuple(attentions), further=report.further[:begin])
 
 
 def clip_factors(
@@ -117,32 +118,36 @@ def clip_factors(
     name: the logical name of the attention.
     largest: the largest logit of each head, [heads].
     """
-    shrink = _shrink_of_groups(largest.view(config.kv_heads, -1).amax(1), clip.threshold)
-    queries_of_group = config.heads // config.kv_heads
-    of_heads = shrink.repeat_interleave(queries_of_group)
-    of_queries = of_heads**clip.alpha
-    of_keys = shrink ** (1 - clip.alpha)
+    # Heads of queries that share one of keys have the largest logit of all of them.
+    largest_of_keys = largest.view(config.kv_heads, -1).amax(1)
+    shrink_of_keys = _shrink_factors(largest_of_keys, clip.threshold)  # g, [key heads]
+    queries_of_key = config.heads // config.kv_heads
+    shrink_of_queries = shrink_of_keys.repeat_interleave(queries_of_key)  # g, [heads]
+    query_factors = shrink_of_queries**clip.alpha
+    key_factors = shrink_of_keys ** (1 - clip.alpha)
     latent = config.latent
     if latent:
         query = "query_up" if latent.query_rank else "query"
-        turning = of_heads[:, None].expand(-1, latent.rope_dim)
-        still = of_queries[:, None].expand(-1, latent.nope_dim)
+        # of each head first the features with rotary positions, then those without
+        rotary_factors = shrink_of_queries[:, None].expand(-1, latent.rope_dim)
+        other_factors = query_factors[:, None].expand(-1, latent.nope_dim)
         return {
-            f"{name}.{query}.weight": torch.cat((turning, still), 1).flatten(),
-            f"{name}.key_up.weight": of_keys.repeat_interleave(latent.nope_dim),
+            f"{name}.{query}.weight": torch.cat((rotary_factors, other_factors), 1).flatten(),
+            f"{name}.key_up.weight": key_factors.repeat_interleave(latent.nope_dim),
         }
-    query_rows = of_queries.repeat_interleave(config.head_dim)
-    key_rows = of_keys.repeat_interleave(config.head_dim)
+    query_rows = query_factors.repeat_interleave(config.head_dim)
+    key_rows = key_factors.repeat_interleave(config.head_dim)
+    kinds = ("weight", "bias") if config.qkv_bias else ("weight",)
     factors: dict[str, Tensor] = {}
-    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+    for kind in kinds:
         factors[f"{name}.query.{kind}"] = query_rows
         factors[f"{name}.key.{kind}"] = key_rows
     return factors
 
 
-def _shrink_of_groups(largest: Tensor, threshold: float) -> Tensor:
-    """Return threshold / largest where that is a factor below 1, otherwise 1. Logits that are not
-    finite clip nothing: their step is skipped."""
+def _shrink_factors(largest: Tensor, threshold: float) -> Tensor:
+    """Return g of the module's docstring for each logit: threshold / largest where that is below 1,
+    otherwise 1. Logits that are not finite clip nothing: their step is skipped."""
     is_above = (largest > threshold) & largest.isfinite()
     return torch.where(is_above, threshold / largest, 1.0)
 

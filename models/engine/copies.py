@@ -15,17 +15,19 @@ def holders(engine: Engine) -> tuple[Holders, Holders | None]:
     optimizer = engine.optimizer
     # with the ranks of cp, which hold the same weights
     replicas = optimizer.dp
-    # Ranks that share masters and moments hold different parts of these.
-    zero_size = optimizer.shards.size  # ranks of ZeRO-1
-    weights = Holders(replicas, zero_size, engine.tp)
+    # Replicas that share masters and moments (ZeRO-1) hold different parts of these.
+    num_sharing = optimizer.shards.size
+    weights = Holders(replicas, num_sharing, engine.tp)
     experts = engine.experts
     if experts is None:
         return weights, None
-    if zero_size == replicas.size:
-        sharing = experts.replicas.size
+    if num_sharing == replicas.size:
+        num_sharing_experts = experts.replicas.size
     else:
-        sharing = sharing_replicas(engine.tp.size, zero_size, experts.spread.size, experts.tp.size)
-    return weights, Holders(experts.replicas, sharing, experts.tp)
+        num_sharing_experts = sharing_replicas(
+            engine.tp.size, num_sharing, experts.spread.size, experts.tp.size
+        )
+    return weights, Holders(experts.replicas, num_sharing_experts, experts.tp)
 
 
 def differing_copies(engine: Engine) -> list[str]:
@@ -40,16 +42,17 @@ def differing_copies(engine: Engine) -> list[str]:
     agreement = compare(held, engine.pp, *holders(engine), optimizer.device)
     if not optimizer.world.max_(agreement.weights.float()).item():
         return []
-    digests = {one.key: hexadecimal(one.digest) for one in held}
+    own_digests = {tensor.key: hexadecimal(tensor.digest) for tensor in held}
     rank = str(optimizer.world.rank)
-    of_ranks = gather_entries({rank: digests}, optimizer.world, optimizer.device)
-    return _that_differ(of_ranks)
+    digests_by_rank = gather_entries({rank: own_digests}, optimizer.world, optimizer.device)
+    return _differing_names(digests_by_rank)
 
 
-def _that_differ(of_ranks: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the keys whose digests are not the same on all ranks that have them."""
-    seen: dict[str, set[str]] = {}
-    for digests in of_ranks.values():
-        for key, digits in digests.items():
-            seen.setdefault(key, set()).add(digits)
-    return sorted(key for key, values in seen.items() if len(values) > 1)
+def _differing_names(digests_by_rank: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the names of tensors whose digests are not the same on all ranks that have them,
+    sorted. digests_by_rank: by rank and by name."""
+    digests_by_name: dict[str, set[str]] = {}
+    for digests in digests_by_rank.values():
+        for name, digest in digests.items():
+            digests_by_name.setdefault(name, set()).add(digest)
+    return sorted(name for name, digests in digests_by_name.items() if len(digests) > 1)

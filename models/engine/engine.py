@@ -123,72 +123,18 @@ def build_stages(
     mesh: of AXES; None for one process without torch.distributed.
     make_stage: builds each stage.
     other_schedules: for steps of other numbers of micro-batches, with the same place of each stage.
-    Raises UserError for arguments that do not fit together.
+    Raises UserError for arguments that do not fit together, ValueError for schedules that put a
+    stage on different ranks.
     """
-    if not config.vocab:
-        raise UserError.of("model.vocab_unknown")
-    # A schedule that can deadlock, or leaves something out, is refused before anything is built.
-    for planned in (schedule, *other_schedules):
-        check(planned)
-        check(forward_only(planned))
-        if planned.rank_of_stage != schedule.rank_of_stage:
-            raise ValueError("all schedules must put each stage on the same rank")
-    pp = Axis.of(mesh, "pp")
-    tp = Axis.of(mesh, "tp")
-    cp = Axis.of(mesh, "cp")
     canonical = options.canonical_shards > 0
-    require_divisible_context(
-        config,
-        plan,
-        cp.size,
-        options.seq_length,
-        tp.size if options.sequence else 1,
-        canonical,
-        head_ranks=tp.size,
-    )
-    if options.async_tensor:
-        problems = async_tensor_problems(plan, tp.size, options.sequence, canonical)
-        if problems:
-            raise UserError(*problems)
-        require_fused_products(mesh, device_of(mesh))
+    _require_fitting(config, plan, mesh, options, (schedule, *other_schedules))
     # Collective from here on: all ranks make their groups in this order.
     fp8 = FP8State.over(mesh, plan.fp8, config.layers)
-    virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None
-    if virtual is not None:
+    virtual = None
+    if canonical:
+        virtual = VirtualAxis(Axis.of(mesh, "tp"), options.canonical_shards)
         make_stage = over_virtual_ranks(make_stage, virtual)
-    experts = spread_experts(
-        config,
-        mesh,
-        options.expert,
-        options.expert_tensor,
-        options.canonical_shards,
-    )
-    device = device_of(mesh)
-    setting = KernelSetting(
-        device=device.type,
-        products=plan.compute,
-        canonical=canonical,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    refused = refused_kernels(
-        config, tp.size * cp.size, setting, options.seq_length, Axis.world(mesh), device
-    )
-    context = Context(
-        plan,
-        tp,
-        # Virtual ranks always cut the sequence.
-        options.sequence or canonical,
-        options.seed,
-        recompute=options.recompute,
-        fp8=fp8,
-        blank=options.blank,
-        experts=experts,
-        cp=cp,
-        ring=options.ring,
-        leaves=options.leaves,
-        async_tensor=options.async_tensor,
-        refused_kernels=refused,
-    )
+    context = _make_context(config, plan, mesh, options, fp8)
     rank_of_stage = schedule.rank_of_stage
     stage_cuts = cuts(
         config,
@@ -203,12 +149,12 @@ def build_stages(
         context=context,
         all_cuts=stage_cuts,
         rank_of_stage=rank_of_stage,
-        pp_rank=pp.rank,
+        pp_rank=Axis.of(mesh, "pp").rank,
         make=make_stage,
         separate_head=canonical,
     )
     names = freeze(stages.values(), options.frozen)
-    require_used("optimizer.frozen", options.frozen, names, Axis.world(mesh), device)
+    require_used("optimizer.frozen", options.frozen, names, Axis.world(mesh), device_of(mesh))
     for stage in stages.values():
         compute_marked_in_fp32(stage, plan)
     return RankStages(
@@ -221,6 +167,93 @@ def build_stages(
         context=context,
         virtual=virtual,
         other_schedules=other_schedules,
+    )
+
+
+def _require_fitting(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    mesh: DeviceMesh | None,
+    options: EngineOptions,
+    schedules: Sequence[Schedule],
+) -> None:
+    """Raise UserError for arguments of `build_stages` that do not fit together, before anything is
+    built, and ValueError for schedules that put a stage on different ranks. Collective over the
+    world with `options.async_tensor`.
+
+    schedules: all of them.
+    """
+    if not config.vocab:
+        raise UserError.of("model.vocab_unknown")
+    first_schedule = schedules[0]
+    for schedule in schedules:
+        # it must not deadlock, nor leave anything out, in training and in evaluation
+        check(schedule)
+        check(forward_only(schedule))
+        if schedule.rank_of_stage != first_schedule.rank_of_stage:
+            raise ValueError("all schedules must put each stage on the same rank")
+    tp_size = Axis.of(mesh, "tp").size
+    canonical = options.canonical_shards > 0
+    require_divisible_context(
+        config,
+        plan,
+        Axis.of(mesh, "cp").size,
+        options.seq_length,
+        tp_size if options.sequence else 1,
+        canonical,
+        head_ranks=tp_size,
+    )
+    if options.async_tensor:
+        problems = async_tensor_problems(plan, tp_size, options.sequence, canonical)
+        if problems:
+            raise UserError(*problems)
+        require_fused_products(mesh, device_of(mesh))
+
+
+def _make_context(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    mesh: DeviceMesh | None,
+    options: EngineOptions,
+    fp8: FP8State,
+) -> Context:
+    """Return the context of the layers of this rank's stages: make the axes of experts, and try the
+    kernels of recurrent layers. Collective over the world."""
+    tp = Axis.of(mesh, "tp")
+    cp = Axis.of(mesh, "cp")
+    device = device_of(mesh)
+    canonical = options.canonical_shards > 0
+    experts = spread_experts(
+        config,
+        mesh,
+        options.expert,
+        options.expert_tensor,
+        options.canonical_shards,
+    )
+    setting = KernelSetting(
+        device=device.type,
+        products=plan.compute,
+        canonical=canonical,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    refused = refused_kernels(
+        config, tp.size * cp.size, setting, options.seq_length, Axis.world(mesh), device
+    )
+    return Context(
+        plan,
+        tp,
+        # virtual ranks always cut the sequence
+        sequence=options.sequence or canonical,
+        seed=options.seed,
+        recompute=options.recompute,
+        fp8=fp8,
+        blank=options.blank,
+        experts=experts,
+        cp=cp,
+        ring=options.ring,
+        leaves=options.leaves,
+        async_tensor=options.async_tensor,
+        refused_kernels=refused,
     )
 
 
@@ -289,7 +322,8 @@ class Engine:
             position=position or Position(),
             cp=self.cp,
         )
-        # by the micro-batches of a share, and the number of its sequences in a sample
+        # by the number of micro-batches of a share, and the number of sequences that each sample is
+        # cut into (`passes_for`)
         self._seq_length = options.seq_length
         self._passes_by_size = {(self.schedule.microbatches, 1): self.passes}
         for schedule in rank_stages.other_schedules:
@@ -352,20 +386,21 @@ class Engine:
         )
 
     def passes_for(self, share: Share) -> Passes:
-        """Return the passes by the schedule for as many micro-batches as the share has.
+        """Return the passes for a share: those by the schedule for its number of micro-batches.
 
-        Sequences may be shorter than samples, of which each is then cut into several: a micro-batch
-        has as many more, and as many tokens.
+        The sequences of a share may be shorter than `seq_length`, because each sample is cut into
+        several: a micro-batch then has more sequences, and as many tokens.
         """
-        pieces = max(1, self._seq_length // share.tokens.shape[1])
+        length = share.tokens.shape[1]
+        pieces = max(1, self._seq_length // length)  # sequences of a sample
         microbatches = len(share.tokens) // (self.passes.micro_batch * pieces)
-        size = (microbatches, pieces)
-        whole = self._passes_by_size.get((microbatches, 1))
-        # those of `schedule` refuse a share of a size that no schedule has
-        if whole is None:
+        of_whole_samples = self._passes_by_size.get((microbatches, 1))
+        # of a size that no schedule has: the passes of `schedule` refuse it
+        if of_whole_samples is None:
             return self.passes
+        size = (microbatches, pieces)
         if size not in self._passes_by_size:
-            self._passes_by_size[size] = _in_pieces(whole, pieces)
+            self._passes_by_size[size] = _in_pieces(of_whole_samples, pieces)
         return self._passes_by_size[size]
 
     def step(
@@ -394,9 +429,10 @@ class Engine:
         number: int,
         recording: Recording | None = None,
     ) -> PassState:
-        """Run the first half of `step`: all passes. Returns the argument of the second half."""
-        # The numbers that are only reported (routers, z-loss, tokens ahead) begin at zero: other
-        # passes may have left some, the sentinel's or those of a replay.
+        """Run the first half of `step`: all passes. Returns their state, the argument of
+        `update`."""
+        # The numbers that are only reported (routers, z-loss, multi-token prediction) begin at
+        # zero: other passes, of the sentinel or of a replay, may have left some.
         self._step_sums.clear()
         if self._attention_logits is not None:
             self._attention_logits.clear()
@@ -413,19 +449,19 @@ class Engine:
         return state
 
     def update(self, state: PassState, lr: float, limits: StepLimits = NO_LIMITS) -> StepReport:
-        """Run the second half of `step`: apply or skip it."""
+        """Run the second half of `step`: apply or skip it, and return its report."""
         # The passes have reduced gradients, or begun to; the optimizer's step completes that.
         self.passes.position.note_action("gradient reduction")
         # numbers for the report alone, which reach the host with those of the optimizer
         further = self._step_sums.sum(state)
-        # QK-clip; an optimizer of a user's own may know no such argument
+        # an argument for QK-clip, if that is on: an optimizer of a user's own may not know it
         qk_clip: dict[str, RowFactors] = {}
         if self._attention_logits is not None:
             largest = self._attention_logits.largest()
             factors = self._attention_logits.row_factors(largest)
             if factors is not None:
                 qk_clip["row_factors"] = factors
-            # `complete_report` takes the last ones off first
+            # these come last: `complete_report` takes them off first
             numbers = [largest.view(-1)] if further is None else [further, largest.view(-1)]
             further = torch.cat(numbers)
         if self.last_stage in self.stages:
@@ -451,13 +487,13 @@ class Engine:
         A sample's numbers do not depend on the others of the batch, nor on where it is computed,
         but for the rounding of products. Collective over the whole mesh.
         """
-        # Weights of the last update may still travel. All at once: nothing overlaps with them here.
+        # Weights of the last update may still travel between ranks: wait for all of them.
         self.optimizer.wait()
         passes = self.passes_for(share)
         state = passes.begin(share, None, self.optimizer.scale)
         num_samples = len(share.tokens)
         shape = (2, num_samples * self.dp.size)
-        # Each rank fills in its own samples: a sum with zeros is exact.
+        # each rank fills in its own samples, and the ranks' sum with zeros is exact
         numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
         local_numbers = numbers[:, share.first : share.first + num_samples]
         losses, counts = local_numbers.unbind()  # views, which are filled in below
@@ -478,8 +514,8 @@ class Engine:
         return self.optimizer.world.sum_(numbers).cpu()
 
     def complete_report(self, report: StepReport, state: PassState) -> StepReport:
-        """Return the report of a step with the numbers of `StepSums`, and of a skipped step with
-        offenders traced.
+        """Return the report of a step with the numbers of `StepSums` and the largest attention
+        logits, and for a skipped step with the micro-batch and the samples of each offender.
 
         Collective: the step may be run again. Raises OutsideVocabulary, on every rank, if the step
         had ids outside the vocabulary.
@@ -519,7 +555,8 @@ class Engine:
 def _attention_logits(
     rank_stages: RankStages, optimizer: ParallelAMPOptimizer, device: torch.device
 ) -> "AttentionLogits | None":
-    """Return the largest logits of a rank's stages; None if nothing asks for them."""
+    """Return what keeps the largest attention logits of a rank's stages; None if neither reports
+    nor QK-clip ask for them."""
     options = rank_stages.options
     if not options.attention_logits and options.qk_clip is None:
         return None
@@ -539,14 +576,15 @@ def _of_samples(offenders: Sequence[Offender], pieces: int) -> tuple[Offender, .
     for offender in offenders:
         if offender.samples is not None:
             first, end = offender.samples
-            # rounded up
-            offender = replace(offender, samples=(first // pieces, -(-end // pieces)))
+            samples = (first // pieces, -(-end // pieces))  # the end rounded up
+            offender = replace(offender, samples=samples)
         renamed.append(offender)
     return tuple(renamed)
 
 
 def _in_pieces(passes: Passes, pieces: int) -> Passes:
-    """Return passes of the same tokens in sequences that are shorter by the factor `pieces`."""
+    """Return passes of micro-batches with as many tokens, in sequences that are shorter by the
+    factor `pieces`, and so many times as many."""
     length, micro_batch, hidden = passes.links.shape
     shape = (length // pieces, micro_batch * pieces, hidden)
     return replace(
@@ -557,8 +595,8 @@ def _in_pieces(passes: Passes, pieces: int) -> Passes:
 
 
 def mean_loss(numbers: Tensor) -> float:
-    """Return the mean loss over the tokens of samples, whose sums are exact, so that their order
-    does not matter; NaN if no token counts.
+    """Return the mean loss over the tokens of samples; NaN if no token counts. The sums over
+    samples are exact, so that the order of the samples does not matter.
 
     numbers: float64 [2, samples], as `Engine.evaluate_samples` returns them.
     """

@@ -53,17 +53,20 @@ class Shadow:
         wide_loss: float,
         sums: Sums,
     ) -> "Shadow":
-        """Return the Shadow of two losses. sums: those of all stages."""
+        """Return the comparison.
+
+        loss, wide_loss: with FP8 and without. sums: those of all stages.
+        """
         cosines = {}
         saturated = {}
         underflowed = {}
         for name, numbers in sums.items():
-            # Three products of a weight's gradients, or four counts of values in casts.
+            # three products of a weight's gradients, or four counts of values in casts
             if len(numbers) == 3:
                 cosines[name] = _cosine(*numbers)
                 continue
             num_saturated, num_compared, num_underflowed, num_rounded = numbers
-            # A tensor that was never cast has none of either.
+            # of a tensor that was never cast all counts are 0
             saturated[name] = num_saturated / max(1.0, num_compared)
             underflowed[name] = num_underflowed / max(1.0, num_rounded)
         return Shadow(loss, wide_loss, cosines, saturated, underflowed)
@@ -90,8 +93,8 @@ def _cosine(
     square: float,
     other_square: float,
 ) -> float:
-    """Return the cosine of two vectors from their scalar products; NaN if one of them is zero or
-    not finite."""
+    """Return the cosine of two vectors from their scalar product and the squares of their lengths;
+    NaN if one of them is zero or not finite."""
     squares = square * other_square
     return product / math.sqrt(squares) if squares > 0 else math.nan
 
@@ -138,12 +141,12 @@ def _run_first_microbatch(
     share: Share,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run the first micro-batch, forward and backward, through all stages.
+    """Run the first micro-batch of each dp rank, forward and backward, through all stages.
 
-    Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of
-    the tokens that count, divided by the same: float64 []. Their quotient, of sums over all ranks,
-    is the loss of the micro-batch. The gradients stay in the buffers, summed over tp but not over
-    dp.
+    Returns two numbers, float64 []: this rank's part of the sum of losses, and its number of tokens
+    that count, both divided by the tokens of the whole batch. The quotient of their sums over all
+    ranks is the loss of the micro-batches. The gradients stay in the buffers, summed over tp but
+    not over dp.
     """
     state = passes.begin(share, number, passes.optimizer.scale)
     program = [
@@ -179,10 +182,10 @@ def _weight_gradients(buffers: Sequence[Buffer], fp8_names: Set[str]) -> dict[st
             if layout.parts[0].name not in fp8_names:
                 continue
             flat_gradient = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
-            for part, first, last in layout.spans():
+            for part, start, stop in layout.spans():
                 # of the ranks that hold this slice, the first one counts it
-                end = last if part.copy == 0 else first
-                gradients[part.name] = flat_gradient[first:end]
+                counted_stop = stop if part.copy == 0 else start
+                gradients[part.name] = flat_gradient[start:counted_stop]
     return gradients
 
 
@@ -191,7 +194,8 @@ def _count_lost_values(
     fp8_names: Set[str],
     buffers: Sequence[Buffer],
 ) -> dict[str, Tensor]:
-    """Return the counts of values that casts lost, with zeros for tensors without a cast.
+    """Return the four counts of values that casts lost (`Sums`), by "<weight>.<role>": float64 [4],
+    zeros for tensors without a cast.
 
     For weights that are kept as FP8 codes the counts are read from the parameter.
     casts: the result of `FP8State.watching`.
@@ -214,15 +218,19 @@ def _sum_over_ranks(
     lost: Mapping[str, Tensor],
     axes: Sequence[Axis],
 ) -> Sums:
-    """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the
-    same names."""
+    """Return this stage's numbers for `Shadow.of`, summed over each of `axes`, whose ranks all have
+    the same names. Collective over these.
+
+    wide_gradients, fp8_gradients: without FP8 and with it, by weight. lost: the counts of values
+    that casts lost.
+    """
     sums: dict[str, Tensor] = {}
     for name, gradient in wide_gradients.items():
         sums[name] = _scalar_products(gradient.double(), fp8_gradients[name].double())
     sums |= lost
     if not sums:
         return {}
-    # One message over each axis for all of them, in an order that all ranks share.
+    # one message over each axis for all of them, in an order that all ranks share
     names = sorted(sums)
     packed = torch.cat([sums[name] for name in names])
     for axis in axes:

@@ -35,9 +35,10 @@ SIDES = ("sent", "received")
 
 
 def message_name(number: int) -> str:
-    """Return the name of message `number`: twice its lower stage, plus one for a gradient."""
-    stage, back = divmod(number, 2)
-    if back:
+    """Return in words the message of this number, which is twice its lower stage, plus one for a
+    gradient."""
+    stage, is_gradient = divmod(number, 2)
+    if is_gradient:
         return f"the gradient from stage {stage + 1} to stage {stage}"
     return f"the activation from stage {stage} to stage {stage + 1}"
 
@@ -65,12 +66,12 @@ class MicrobatchTrace(PassObserver):
         # by stage: how many forwards come before that of the traced micro-batch
         turns: dict[int, int] = {}
         for stage in stages:
-            order = [
+            forward_order = [
                 instruction.microbatch
                 for instruction in program
                 if instruction.op is Op.FORWARD and instruction.stage == stage
             ]
-            turns[stage] = 0 if alone else order.index(TRACED_MICROBATCH)
+            turns[stage] = 0 if alone else forward_order.index(TRACED_MICROBATCH)
         self._borders = DigestTrace(stages, turns)
         self._last_stage = last_stage
         self._reduces_in_backward = reduces_in_backward
@@ -90,11 +91,13 @@ class MicrobatchTrace(PassObserver):
             yield
 
     def after(self, executor: Executor, instruction: Instruction) -> None:
-        """Trace what an instruction has received and computed."""
+        """Trace what an instruction has received and computed, if it is for the traced
+        micro-batch."""
         if instruction.microbatch == TRACED_MICROBATCH:
             self._look(executor, instruction)
         elif instruction.op in INPUT_GRADIENTS:
-            # what it adds to no longer holds the traced micro-batch alone
+            # The gradients that it adds to are no longer those of the traced micro-batch alone:
+            # they count as noted, so that they are not read.
             parameters = self._parameters.get(instruction.stage, ())
             self._noted.update(filter(has_gradient, parameters))
 
@@ -125,13 +128,17 @@ class MicrobatchTrace(PassObserver):
         if tensor is None:
             return
         is_gradient = message.kind is MessageType.GRADIENT
-        number = 2 * message.stage + is_gradient
+        number = 2 * message.stage + (1 if is_gradient else 0)
         self.messages[number, side] = digest(tensor)
-        # the stage on this rank: an activation comes from the lower one, a gradient from the upper
-        is_upper_stage = is_gradient != (side == RECEIVED)
-        stage = message.stage + is_upper_stage
+        # The stage on this rank: an activation comes from the lower one and goes to the upper one,
+        # a gradient the other way round.
+        lower = message.stage
+        sender = lower + 1 if is_gradient else lower
+        receiver = lower if is_gradient else lower + 1
+        stage = sender if side == SENT else receiver
+        direction = BACKWARD if is_gradient else FORWARD
         name = f"{message_name(number)}, as {SIDES[side]}"
-        self._borders.note(BACKWARD if is_gradient else FORWARD, stage, name, tensor)
+        self._borders.note(direction, stage, name, tensor)
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
         """Trace the gradients of these parameters, which are complete on this rank and not reduced
@@ -141,7 +148,7 @@ class MicrobatchTrace(PassObserver):
             self._note_gradients(stage, complete)
 
     def _note_gradients(self, stage: int, among: Set[nn.Parameter] | None = None) -> None:
-        """Note the gradients of a stage that have come and were not noted yet. among: of these
+        """Note the gradients of a stage that are computed and were not noted yet. among: of these
         parameters only; None: of all."""
         for position, parameter in enumerate(self._parameters.get(stage, ())):
             if parameter in self._noted or (among is not None and parameter not in among):
@@ -163,9 +170,9 @@ def _readable_parameters(
     """Return, by stage, the parameters whose gradients of the traced micro-batch can be read alone.
 
     These are not shared with another stage of the rank, and the traced micro-batch is the first
-    that has a backward pass in the stage.
+    that has a backward pass in the stage. Other stages are left out.
     """
-    uses: Counter[nn.Parameter] = Counter()  # by identity
+    uses: Counter[nn.Parameter] = Counter()  # the number of stages that have each parameter
     for stage in stages.values():
         uses.update(stage.parameters())
     readable: dict[int, list[nn.Parameter]] = {}

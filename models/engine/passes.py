@@ -86,7 +86,8 @@ class Share:
     pieces: int = 1
 
     def cut(self, cp: Axis) -> "Share":
-        """Return the part of this share that a rank of cp computes: its tokens of every sample."""
+        """Return the part of this share that this rank of cp computes: its tokens of every
+        sample."""
         if cp.size == 1:
             return self
         return replace(
@@ -223,14 +224,14 @@ class Passes:
 
     @cached_property
     def chunk_of_stage(self) -> dict[int, int]:
-        """Return the number of each stage among the stages of this rank, which the optimizer calls
-        model chunks."""
+        """Return, by the number of a stage in the model, its number among the stages of this rank,
+        which the optimizer calls model chunks."""
         return {stage: chunk for chunk, stage in enumerate(self.stages)}
 
     @cached_property
     def _shares_embedding(self) -> bool:
-        """Return True if the first stage's embedding is also that of the last stage, and both are
-        on this rank."""
+        """Return True if first and last stage are two stages on this rank, and the last one reads
+        the embedding of the first one too."""
         end_ranks = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
         used_twice = self.config.tied or self.config.mtp_layers > 0
         return used_twice and end_ranks == {self.optimizer.pp.rank} and self.last_stage > 0
@@ -250,12 +251,13 @@ class Passes:
         step: int | None,
         scale: Tensor,
     ) -> PassState:
-        """Prepare the passes of a share. Collective over the optimizer's dp if the share has a mask
-        or the model has multi-token prediction.
+        """Return the state with which the passes of a share begin. Collective over the optimizer's
+        dp if the share has a mask or the model has multi-token prediction.
 
         step: number of the training step, counted from 0; None in evaluation. scale: the loss
             scale.
         The sum of the mask is under way until `PassState.divisor` is read, by the first loss.
+        Raises ValueError for a share of another size than the schedule's.
         """
         if len(share.tokens) != self._num_samples:
             raise ValueError(
@@ -307,8 +309,8 @@ class Passes:
         step: int | None,
         scale: Tensor,
     ) -> MTPBatch | None:
-        """Return what the modules of multi-token prediction read and predict in training;
-        collective over dp."""
+        """Return what the modules of multi-token prediction read and predict in training; None if
+        there are none, and in evaluation. Collective over dp."""
         config = self.config
         if step is None or not config.mtp_layers:
             return None
@@ -365,7 +367,12 @@ class Passes:
         microbatch: int,
         received: Tensor | None,
     ) -> Tensor:
-        """Run one micro-batch through one stage, as `StageHooks.forward` does."""
+        """Run one micro-batch through one stage. Return the activation for the next stage, in the
+        dtype of transfers; of the last stage the micro-batch's part of the loss, times the loss
+        scale.
+
+        received: the activation of the stage before; None: the stage takes ids of the share.
+        """
         rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
         plan = self.optimizer.plan
         if received is None:
@@ -379,7 +386,7 @@ class Passes:
             mtp_batch = state.mtp_batch.of_samples(rows)
             output = self.stages[stage](x, microbatch_info, packing, mtp_batch)
         else:
-            # A stage of the user's takes no more than three.
+            # a stage of the user's takes these three arguments
             output = self.stages[stage](x, microbatch_info, packing)
         if stage < self.last_stage:
             return output.to(plan.pipeline)
@@ -408,6 +415,7 @@ class Passes:
         """Add a micro-batch's part of the mean loss to `state.loss`, and return it times the loss
         scale.
 
+        logits: of the last stage. rows: the samples of the micro-batch within the share.
         Losses of routers are not in it: each router adds its own to the graph, times the weight in
         `MicrobatchInfo`, as multi-token prediction does, times `MTPBatch.scale`. In training the
         returned loss contains the z-loss times its weight, and `state.loss` does not.
@@ -433,9 +441,12 @@ class Passes:
         # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
         # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:
-            by_microbatch = state.loss.dim() > 0
-            total = state.loss[rows.start // self.micro_batch] if by_microbatch else state.loss
-            # in place: it is `state.loss` or a view of it
+            # `state.loss`, or the view of it that is this micro-batch's, is changed in place
+            if state.loss.dim() == 0:
+                total = state.loss
+            else:
+                microbatch = rows.start // self.micro_batch
+                total = state.loss[microbatch]
             total += loss.detach()
             if state.sample_losses is not None:
                 state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
@@ -449,7 +460,8 @@ class Passes:
         values: Tensor,
         rows: slice,
     ) -> Tensor:
-        """Return numbers of a micro-batch's tokens, [s, b], times the weights of their targets."""
+        """Return numbers of a micro-batch's tokens, [s, b], times the weights of their targets if
+        the share has a mask. rows: its samples within the share."""
         if state.share.mask is None:
             return values
         return values * _columns(state.share.mask[rows]).to(values.dtype)
@@ -463,9 +475,9 @@ class Passes:
         rows = state.outside_vocabulary.any(1).nonzero()[:, 0]
         sequences = rows + state.share.first
         samples = (sequences // state.share.pieces).tolist()
-        # The smallest number over all ranks, by a maximum.
-        smallest = min(samples, default=math.inf)
-        negated = torch.tensor(-smallest, dtype=torch.float64, device=self.optimizer.device)
+        own_first = min(samples, default=math.inf)
+        # a minimum over all ranks, by the maximum of negated numbers
+        negated = torch.tensor(-own_first, dtype=torch.float64, device=self.optimizer.device)
         first_sample = -self.optimizer.world.max_(negated).item()
         if math.isfinite(first_sample):
             raise OutsideVocabulary(int(first_sample), self.config.vocab)
@@ -536,6 +548,8 @@ class PassHooks(StageHooks):
             passes.optimizer.reduce(passes.chunk_of_stage[stage])
 
     def after(self, instruction: Instruction) -> None:
+        """Let FP8's histories advance after a pass, and tell the optimizer that a backward pass, or
+        a half of it, has ended, if it wants to know."""
         # after the observers, which see the gradients before canonical numerics add them to their
         # sums (`megaprec.optim.canonical.microbatch_sums`)
         op = instruction.op
@@ -552,8 +566,8 @@ class PassHooks(StageHooks):
     def _announces(self, stage: int) -> bool:
         """Return True if the optimizer is told of the end of each backward pass through `stage`."""
         optimizer = self.passes.optimizer
-        # ZeRO-2 reduces the gradients of each micro-batch, but for a stage with an embedding to
-        # which the last stage still adds
+        # ZeRO-2 reduces the gradients of each micro-batch, but not of a stage with an embedding to
+        # whose gradient the last stage still adds
         by_microbatch = optimizer.shards_gradients and not self.passes.is_reduced_late(stage)
         # canonical numerics sum the gradients of micro-batches by a tree
         return self.trains and (by_microbatch or optimizer.canonical)

@@ -80,7 +80,7 @@ class Relay:
                 x = stage(x.to(plan.residual))
             if stage is self.last_stage:
                 return x
-            # Also between stages of one rank, so that a layout does not change the numbers.
+            # rounded between stages of one rank too, so that a layout does not change the numbers
             x = x.to(plan.pipeline)
             target = self.rank_of_stage[number + 1]
             if target != self.pp.rank:
@@ -94,7 +94,8 @@ class Relay:
         stage: Stage,
         tokens_shape: torch.Size,
     ) -> Tensor:
-        """Receive the activations that `stage` reads, from a rank of pp.
+        """Return the activations that `stage` reads, received from rank `source` of pp: [s, b,
+        hidden], or this rank's shard of them under sequence parallelism.
 
         tokens_shape: [s, b].
         """

@@ -41,8 +41,12 @@ def trace_offenders(
     scale: float,
     skipped: PassState,
 ) -> tuple[Offender, ...]:
-    """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
-    Collective."""
+    """Run the skipped step again, with the loss scale it had. Return its offenders with their
+    origin: the micro-batch, the dp rank and the samples after which each was first not finite.
+    Collective over the world.
+
+    skipped: the state of the step's passes.
+    """
     # it may take longer than a step: it has a time limit of its own
     with passes.position.in_phase(Phase.REPLAY):
         onset = _run_again(passes, offenders, scale, skipped)
@@ -62,8 +66,8 @@ def _run_again(
     scale: float,
     skipped: PassState,
 ) -> Onset:
-    """Run the passes of the skipped step again. Returns what this rank has seen of each offender's
-    onset."""
+    """Run the passes of the skipped step again. Return the onset that this rank has seen of each
+    offender: when it was first not finite."""
     optimizer = passes.optimizer
     loss_scale = torch.tensor(scale, device=optimizer.device)
     state = passes.begin(skipped.full_share, skipped.step, loss_scale)
@@ -81,11 +85,11 @@ def _with_origin(
     first_samples: Sequence[int],
     passes: Passes,
 ) -> Offender:
-    """Return the offender with its micro-batch and samples.
+    """Return the offender with its micro-batch, dp rank and samples.
 
-    moment: micro-batch * dp ranks + dp rank after which it was not finite first; None if it stayed
-        finite.
-    first_samples: of each dp rank in the global batch.
+    moment: when it was first not finite: after micro-batch m of dp rank r, as the number
+        m * dp ranks + r; None if it stayed finite.
+    first_samples: the number of the first sample of each dp rank in the global batch.
     """
     if moment is None:
         return replace(offender, traced=True)
@@ -108,17 +112,17 @@ def trace_modules(
     microbatch: int,
     scale: float,
 ) -> Trace:
-    """Run one micro-batch of step `number` alone, forward and backward, and observe all tensors in
-    the model.
+    """Run one micro-batch of step `number` alone, forward and backward, and return what was seen of
+    inf and NaN in all tensors in the model.
 
-    For a model of one stage. No weight is changed and no gradient is left. Raises ValueError for
-    more stages.
+    scale: the loss scale. No weight is changed and no gradient is left. Raises ValueError for a
+    model of several stages.
     """
     if passes.last_stage:
         raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last_stage + 1}")
     require_steady_scales(passes.fp8, "look at a micro-batch alone")
     state = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
-    # As at the start of the replayed step.
+    # the scales of FP8 as at the start of the step
     passes.fp8.roll()
     # No executor: the instructions of one micro-batch on one stage are its two passes.
     with passes.scratch_gradients(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:

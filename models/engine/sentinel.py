@@ -81,7 +81,8 @@ class Sentinel(StepObserver):
         dp = self.optimizer.dp
         # Where tokens travel to experts, replicas compute a micro-batch together.
         self.replicas_together = engine.experts is not None
-        # True if a replica computes its neighbour's micro-batch again, False if its own.
+        # True if a replica computes the micro-batch of the replica before it again, False if its
+        # own
         self.recomputes_neighbour = (
             dp.size > 1
             and self._replicas_compute_alike()
@@ -109,7 +110,7 @@ class Sentinel(StepObserver):
         self._number = number
         self._share_of = cache(share_of)
         self._passes = engine.passes_for(self._share_of(self.optimizer.dp.rank))
-        # As at the start of the step itself.
+        # the scales of FP8 as at the start of the step itself
         engine.fp8.roll()
         if self.recomputes:
             self._again = self._recompute(self._lender)
@@ -131,7 +132,11 @@ class Sentinel(StepObserver):
             self._share_of = _no_share
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
-        """Compare, after the passes and before the update."""
+        """Compare what ranks hold and what they have computed, after the passes and before the
+        update. Raises SilentFault, on every rank, if a rank is to blame for a difference.
+
+        Called by the optimizer's step. buffers: the gradients, weights and state of this rank.
+        """
         engine = self.engine
         optimizer = self.optimizer
         stages = engine.stages.values()
@@ -141,19 +146,19 @@ class Sentinel(StepObserver):
         # one that is false, as `torch.stack` takes no empty list
         no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)
         any_strays = torch.stack([*strays.values(), no_stray]).any()
-        state_differs = torch.stack(
+        state_flags = torch.stack(
             [agreement.weights | any_strays, agreement.gradients, self._messages_differ()]
         )
-        # One maximum over all ranks, and the only wait of the host.
-        flags = torch.cat([state_differs, self._suspects()]).float()
+        # one maximum over all ranks, and the only wait of the host
+        flags = torch.cat([state_flags, self._suspects()]).float()
         flags_of_all = optimizer.world.max_(flags).bool().tolist()
         if not any(flags_of_all):
             return
-        replica_flags = flags_of_all[len(state_differs) :]
-        suspects = [replica for replica, differs in enumerate(replica_flags) if differs]
-        suspect = suspects[0] if suspects else None
+        # the flags of replicas come after those of the state
+        replica_flags = flags_of_all[len(state_flags) :]
+        suspect = replica_flags.index(True) if any(replica_flags) else None
         # replicas that compute together count as one
-        if suspects and self.replicas_together:
+        if suspect is not None and self.replicas_together:
             suspect = 0
         fault = self._find_fault(all_held, strays, suspect)
         if fault is None:
@@ -172,7 +177,8 @@ class Sentinel(StepObserver):
         return self.optimizer.overlap and self._passes.schedule.microbatches == 1
 
     def _coordinates(self) -> tuple[int, int, int]:
-        """Return this rank's pp, dp and tp; replicas that compute together count as one."""
+        """Return this rank's index along pp, dp and tp. Replicas that compute together count as
+        one, whose ranks are all along tp."""
         pp = self.optimizer.pp
         dp = self.optimizer.dp
         tp = self.optimizer.tp
@@ -181,30 +187,31 @@ class Sentinel(StepObserver):
         return (pp.rank, dp.rank, tp.rank)
 
     def _suspects(self) -> Tensor:
-        """Return bool [dp], True for replicas whose micro-batch was not computed again as it
-        was."""
+        """Return bool [dp], True for replicas whose micro-batch was other bits when it was computed
+        a second time; all False if none was. Collective over dp."""
         dp = self.optimizer.dp
         if not self.recomputes:
             return torch.zeros(dp.size, dtype=torch.bool, device=self.optimizer.device)
-        # One message for both digests, of two numbers each.
+        # one message for both digests, of two numbers each
         both = torch.cat([_digest_trace(self._real), _digest_trace(self._again)])
-        real, again = dp.gather(both.unsqueeze(0)).view(dp.size, 2, 2).unbind(1)
+        of_replicas = dp.gather(both.unsqueeze(0)).view(dp.size, 2, 2)
+        real, again = of_replicas.unbind(1)
         if self.recomputes_neighbour:
-            again = again.roll(-1, 0)  # the next replica computed it
+            again = again.roll(-1, 0)  # that of each replica was computed again by the next one
         return (real != again).any(1)
 
     def _messages_differ(self) -> Tensor:
-        """Return bool [], True if a message of this pipeline was received with other bits than it
-        was sent with."""
-        # An activation and a gradient at each border of stages.
-        messages = 2 * self.engine.last_stage
-        # By message and side: the digest, and 1 if this rank has noted it.
-        table = torch.zeros(messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
+        """Return bool [], True if a message of the traced micro-batch in this pipeline was received
+        with other bits than it was sent with. Collective over pp."""
+        # an activation and a gradient at each border of two stages
+        num_messages = 2 * self.engine.last_stage
+        # by message and side: the two numbers of the digest, and 1 if this rank has noted it
+        table = torch.zeros(num_messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
         for (number, side), bits in self._real.messages.items():
             table[number, side, :2] = bits
             table[number, side, 2] = 1
         sent, received = self.optimizer.pp.sum_(table).unbind(1)
-        # A message between stages of one rank is noted once only.
+        # a message between stages of one rank is noted once only, and cannot differ
         noted_twice = sent[:, 2] + received[:, 2] == 2
         return ((sent != received).any(1) & noted_twice).any()
 
@@ -214,9 +221,13 @@ class Sentinel(StepObserver):
         strays: Mapping[str, Tensor],
         suspect: int | None,
     ) -> Fault | None:
-        """Return who is to blame, the same on every rank; None if no rank is. Collective.
+        """Return who is to blame, the same on every rank; None if no rank is. Collective over the
+        world.
 
-        suspect: a replica whose micro-batch is in doubt.
+        all_held: the digests of what this rank holds. strays: bool [] by parameter, whether this
+        rank's weights are not its masters, rounded.
+        suspect: a replica whose micro-batch was other bits the second time; all replicas compute it
+            twice more. None: there is none.
         """
         optimizer = self.optimizer
         world = optimizer.world
@@ -246,16 +257,17 @@ class Sentinel(StepObserver):
         return judge(evidence, suspect, self.recomputes_neighbour, self.exact)
 
     def _recompute(self, lender: int) -> MicrobatchTrace:
-        """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales
-        of this step.
+        """Return the trace of the first micro-batch of data-parallel rank `lender`, computed here
+        with the weights and scales of this step.
 
-        No gradient is left, and torch's random numbers stand where they stood. Collective.
+        No gradient is left, and torch's random numbers go on as if nothing had been drawn.
+        Collective.
         """
         passes = self._passes
         optimizer = self.optimizer
         number = self._number
-        # `local` is begun for its token counts only. Each rank borrows another share here, or all
-        # the same one, so that a sum over their masks need not be the step's.
+        # `local` is begun for its token counts alone, which are those of the step. With lent shares
+        # the ranks may sum the masks of other samples, or those of one share several times.
         local = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
         lent = passes.begin(self._share_of(lender), number, optimizer.scale)
         lent.await_sums()
@@ -270,7 +282,7 @@ class Sentinel(StepObserver):
             for instruction in passes.program
             if instruction.microbatch == TRACED_MICROBATCH and instruction.op is not Op.REDUCE
         ]
-        # What draws from torch's generators draws the same in the step itself.
+        # so that what draws from torch's generators draws the same numbers in the step itself
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []
         with ExitStack() as inside:
             inside.enter_context(torch.enable_grad())
@@ -294,7 +306,8 @@ class Sentinel(StepObserver):
 
     @contextmanager
     def _restored_gradients(self) -> Iterator[None]:
-        """Restore the gradients of the step at the end. Needs as much memory as they do."""
+        """At the end of the context, put the gradients of the step back. Needs as much memory as
+        they do."""
         buffers = self.optimizer.all_buffers()
         saved_gradients = [buffer.grads.clone() for buffer in buffers]
         with_gradient: list[nn.Parameter] = []

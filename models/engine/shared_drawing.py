@@ -41,11 +41,15 @@ class InitialWeights:
         first: int,
         last: int,
     ) -> Tensor:
-        """Return elements [first, last) of the flattened slice `part`, in the dtype of masters or
-        of the weight, if that is wider."""
+        """Return the initial values of the elements from `first` to before `last` of the flattened
+        slice `part`, in the dtype of masters or of the weight, if that is wider.
+
+        kind: of the values, always the weight; not read.
+        """
         layout = self._layouts[part.name]
         weight_dtype = self._plan.param_dtype(part.name)
-        dtype = max(self._plan.masters, weight_dtype, key=lambda dtype: dtype.itemsize)
+        masters = self._plan.masters
+        dtype = weight_dtype if weight_dtype.itemsize > masters.itemsize else masters
         if not layout.std:
             return torch.full((last - first,), layout.mean, dtype=dtype)
         drawn = normal_range(part, first, last, self._seed, layout.std, dtype)

@@ -14,11 +14,11 @@ LOSS_UNIT = 2.0**-32
 
 
 class SourceSums:
-    """Sums of one rank over the micro-batches of its share; of nothing yet.
+    """The losses of one rank's tokens by data set, summed over the micro-batches of its share.
 
-    numbers: int64 [samples], the data set of each sample. count: of all data sets.
-
-    losses: float64 [sources], of the tokens that count.
+    numbers: int64 [samples], the data set of each sample of the share. count: the number of data
+        sets.
+    losses: float64 [data sets], the sums of the losses of tokens that count; 0 at first.
     """
 
     def __init__(self, numbers: Tensor, count: int, device: torch.device) -> None:
@@ -34,14 +34,15 @@ class SourceSums:
         self.losses.index_add_(0, self.numbers[rows], exact.sum(0))
 
     def packed(self, mask: Tensor | None, length: int) -> Tensor:
-        """Return the losses, and the numbers of tokens that count: float64 [2 * sources].
+        """Return the losses of all data sets, and then their numbers of tokens that count: float64
+        [2 * data sets].
 
         mask: of this rank's tokens, [samples, s]; None: all count. length: tokens of a sample on
         this rank.
         """
         if mask is None:
-            by_sample = self.losses.new_full(self.numbers.shape, length)
+            tokens_of_sample = self.losses.new_full(self.numbers.shape, length)
         else:
-            by_sample = mask.sum(1, dtype=torch.float64)
-        tokens = torch.zeros_like(self.losses).index_add_(0, self.numbers, by_sample)
+            tokens_of_sample = mask.sum(1, dtype=torch.float64)
+        tokens = torch.zeros_like(self.losses).index_add_(0, self.numbers, tokens_of_sample)
         return torch.cat((self.losses, tokens))

@@ -24,11 +24,13 @@ NUM_MEASURES = 6  # of a router, without corrections
 
 
 class StepSums:
-    """The sums of one rank, which holds `stages`.
+    """The numbers of one rank, which holds `stages`, and their sums over all ranks.
 
     world: all ranks.
-    counts_corrections: True on one of the ranks that hold the same stages.
-    counts_losses: True on the ranks whose losses add up to the loss of the batch.
+    counts_corrections: this rank's corrections of routers are in the sums; True on one of the ranks
+        that hold the same stages.
+    counts_losses: this rank's losses are in the sums; True on the ranks whose losses add up to the
+        loss of the batch.
     """
 
     def __init__(
@@ -71,21 +73,22 @@ class StepSums:
         tallies = self._tallies()
         corrections = self._corrections()
         sources = self._sources(state)
+        # all numbers as one message, in which a part may be empty
         parts = (tallies.view(-1), corrections.view(-1), z_loss, mtp_losses, sources)
         packed = torch.cat(parts)
         if not len(packed):
             return None
-        summed = self._world.sum_(packed)
-        tallied, corrected, z_losses, summed_mtp_losses, summed_sources = summed.split(
-            [len(part) for part in parts]
-        )
-        measures = _measures(tallied.view_as(tallies), self._config.experts_per_token)
-        by_layer = torch.cat((measures, corrected.view_as(corrections)), 1)
+        lengths = [len(part) for part in parts]
+        sums = self._world.sum_(packed).split(lengths)
+        summed_tallies, summed_corrections, summed_z_loss, summed_mtp_losses, summed_sources = sums
+        measures = _measures(summed_tallies.view_as(tallies), self._config.experts_per_token)
+        by_layer = torch.cat((measures, summed_corrections.view_as(corrections)), 1)
         losses, tokens = summed_sources.view(2, -1)
+        # `read` knows this order
         return torch.cat(
             (
                 by_layer.view(-1),
-                z_losses,
+                summed_z_loss,
                 _mean_if_any(summed_mtp_losses),
                 losses / tokens,
                 tokens,
@@ -93,15 +96,15 @@ class StepSums:
         )
 
     def read(self, report: StepReport, state: PassState) -> StepReport:
-        """Return the report of a step with the numbers of `sum`, which it has in `further`, in
-        fields of their own.
+        """Return the report of a step with the numbers that `sum` has computed in fields of their
+        own.
 
-        state: of its passes.
+        report: has these numbers in `further`, in the order of `sum`. state: of the step's passes.
         """
         numbers = [*report.further]
         if not numbers:
             return report
-        # `sum` has put them together in this order: they are taken off from the end
+        # taken off from the end, so in the opposite order
         sources = self._pop_sources(numbers, state)
         mtp_loss = numbers.pop() if self._config.mtp_layers else None
         z_loss = numbers.pop() if self._config.z_loss else None
@@ -139,8 +142,8 @@ class StepSums:
         return torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _tallies(self) -> Tensor:
-        """Return the packed sums of all layers with experts, [layers, n]; zeros for those of other
-        ranks."""
+        """Return the packed sums (`RouterSums`) of all layers with experts, [layers, n]; zeros for
+        the layers of other ranks."""
         width = RouterSums.num_packed(self._config.experts)
         table = torch.zeros(len(self._layers), width, dtype=torch.float64, device=self._device)
         for row, layer in zip(table, self._layers, strict=True):
@@ -164,7 +167,8 @@ class StepSums:
         return table
 
     def _read_routers(self, numbers: Sequence[float]) -> tuple[RouterReport, ...]:
-        """Return the reports of all layers from their numbers, one layer after the other."""
+        """Return the reports of all layers with routers. numbers: those of all layers, one layer
+        after the other."""
         config = self._config
         width = NUM_MEASURES + (2 if config.router.correction else 0)
         reports: list[RouterReport] = []
@@ -216,9 +220,9 @@ def _measures(packed: Tensor, per_token: int) -> Tensor:
         return packed.new_zeros(0, NUM_MEASURES)
     sums = RouterSums.unpacked(packed)
     num_choices = sums.choices.sum(-1, keepdim=True)
-    # each token has made `per_token` of them
+    # A load is the share of tokens that an expert was given, and a token makes `per_token` choices.
     loads = sums.choices * per_token / num_choices
-    shares = sums.choices / num_choices
+    shares = sums.choices / num_choices  # of all choices
     mean_probabilities = sums.probabilities / sums.probabilities.sum(-1, keepdim=True)
     experts = sums.choices.shape[-1]
     # of a single expert the entropy is 0, whatever it is divided by
@@ -240,5 +244,5 @@ def _entropy(shares: Tensor) -> Tensor:
 
 
 def _mean_if_any(numbers: Tensor) -> Tensor:
-    """Return the mean of numbers as [1], or nothing of nothing."""
+    """Return the mean of numbers [n] as [1]; if there are none, [0]."""
     return numbers.mean().view(1) if len(numbers) else numbers

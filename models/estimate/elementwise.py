@@ -67,14 +67,16 @@ def forward_bytes(
 
 
 def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:
-    """Return the bytes that the loss moves per token, forward and backward."""
+    """Return the bytes that the loss moves per token, forward and backward, on each of `tensor`
+    ranks that share the vocabulary."""
     heads = 1 + config.mtp_layers
     logits = heads * config.vocab / tensor * torch.float32.itemsize
     return LOGITS_FORWARD * logits, LOGITS_BACKWARD * logits
 
 
 def cast_bytes(config: ModelConfig, layers: Sequence[int], share: LayerShare) -> float:
-    """Return the bytes that casts to FP8 of one operand of each product move, per token."""
+    """Return the bytes that casts to FP8 of one operand of each product move in these layers, per
+    token of the rank."""
     total = 0.0
     for number in layers:
         kind = config.kind_of_layer(number)
@@ -86,7 +88,8 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: LayerShare) ->
 
 
 def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) -> float:
-    """Return the bytes that one layer's forward pass moves per token."""
+    """Return the bytes that the operators between products move in one layer's forward pass, per
+    token of the rank."""
     residual = config.branches * RESIDUAL * _residual_elements(config, share)
     mixer = _mixer_elements(config)
     # the activation function reads its operands and writes its result
@@ -145,11 +148,12 @@ def _mamba_elements(config: ModelConfig) -> int:
 
 
 def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) -> float:
-    """Return the bytes that router and permutation move per token.
+    """Return the bytes that the router and the permutation of experts' rows move per token of the
+    rank.
 
     Rows are read and written on their way to their experts, and so are the results.
     """
-    tokens = share.slices / share.tensor  # of the rank, whose experts get them
+    tokens = share.slices / share.tensor  # the part of its tokens that the rank sends to experts
     rows = 4 * config.experts_per_token * config.hidden * tokens * plan.compute.itemsize
     # scores in FP32: read, written, and read by the choice
     scores = 3 * config.experts * torch.float32.itemsize
@@ -162,7 +166,8 @@ def _residual_elements(config: ModelConfig, share: LayerShare) -> float:
 
 
 def _feed_forward_width(config: ModelConfig) -> int:
-    """Return the inner features that a token passes, in all its experts."""
+    """Return the number of inner features of the feed-forward, or of all experts that a token
+    passes; 0 if the layer has neither."""
     if not config.has_feed_forward:
         return 0
     if config.experts:

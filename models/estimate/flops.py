@@ -91,14 +91,16 @@ def _stage_cost(
     recompute: Recompute,
 ) -> StageCost:
     """Return the cost of one stage. tokens: of a micro-batch."""
-    # By token: attention's own products, which have no weights, and those with weights.
+    # All FLOPs below are of one token. A module of multi-token prediction counts as a layer such as
+    # the model's last one.
     modules = config.mtp_layers if cut.last else 0
     with_modules = [*cut.layers, *[config.layers - 1] * modules]
     attention = _attention_flops(config, with_modules, seq_length)
     layers = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
     head = config.head_flops() + config.mtp_flops(seq_length) if cut.last else 0
-    weighted = layers + head - attention
+    weighted = layers + head - attention  # products with weights
     lookup = config.embedding_flops() if cut.first else 0
+    # what the backward pass computes again
     recomputed = _recomputed_flops(config, recompute, cut, seq_length)
     repeated_layers = _whole_recomputed_layers(config, recompute, cut)
     repeated_attention = [*repeated_layers]

@@ -90,8 +90,8 @@ def gpu_named(name: str) -> GPU | None:
     """Return the GPU of this name, such as "h100" or torch's "NVIDIA A100-SXM4-80GB"; None if it is
     not known.
 
-    All words of a device's name must be there; of several devices the one with most words is meant.
-    Words of `OTHERS` make it another device.
+    All words of a known GPU's name must be in `name`; of several such GPUs it is the one whose name
+    has most words. A word of `OTHERS` in `name` says that it is another device.
     """
     words = _words(name)
     if words & OTHERS:

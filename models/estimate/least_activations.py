@@ -19,24 +19,27 @@ def least_bytes_of_layer(
     # codes of FP8 have a byte
     itemsize = 1 if plan.fp8 else plan.compute.itemsize
     residual = config.hidden / share.sequence_ranks
-    if recompute.fraction == 1.0 and not recompute.layers:
+    all_are_recomputed = recompute.fraction == 1.0 and not recompute.layers
+    if all_are_recomputed:
         return residual * itemsize
-    # of the inputs of norms, and of those of the products after them
+    # the input of a norm, and that of the product after it
     elements = residual
     if "norm" not in recompute.modules:
         elements += residual
     # latents are projected up once more where attention is recomputed
     if not (config.latent and "attention" in recompute.modules):
-        values = config.latent.value_dim or config.head_dim
+        value_width = config.latent.value_dim or config.head_dim
         kv_heads = config.heads if config.latent else config.kv_heads
-        kernel = (config.heads + kv_heads) * config.head_dim + kv_heads * values
-        elements += kernel / share.tensor
-    return (elements + _feed_forward_elements(config, share, recompute)) * itemsize
+        queries_and_keys = (config.heads + kv_heads) * config.head_dim
+        values = kv_heads * value_width
+        elements += (queries_and_keys + values) / share.tensor
+    elements += _feed_forward_elements(config, share, recompute)
+    return elements * itemsize
 
 
 def _feed_forward_elements(config: ModelConfig, share: LayerShare, recompute: Recompute) -> float:
-    """Return the elements of a feed-forward: what its activation function reads and writes, and
-    the rows of experts."""
+    """Return the elements that a feed-forward keeps per token of the rank: what its activation
+    function reads and writes, and the rows of experts."""
     width = config.ffn
     rows = 0.0
     if config.experts:

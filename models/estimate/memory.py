@@ -139,10 +139,10 @@ class StageMemory:
         the last ones keep, and as much more for each layer before them as one of its kind adds.
         """
         kinds = self._layer_kinds(cut)
-        others = len(kinds) - _count_equal_last(kinds)
+        num_others = len(kinds) - _count_equal_last(kinds)
         for count in SAMPLED_DEPTHS:
-            shorter = replace(cut, layers=cut.layers[: others + count])
-            longer = replace(cut, layers=cut.layers[: others + count + 1])
+            shorter = replace(cut, layers=cut.layers[: num_others + count])
+            longer = replace(cut, layers=cut.layers[: num_others + count + 1])
             if len(longer.layers) >= len(kinds):
                 break
             # what is recomputed may depend on the number of layers
@@ -155,12 +155,13 @@ class StageMemory:
         return self._with_earlier_layers(cut, kinds) or self._run(cut)
 
     def _with_earlier_layers(self, cut: Cut, kinds: Sequence[object]) -> ActivationBytes | None:
-        """Return what a stage keeps, by running its layers from the first on that is the last of
-        its kind; None if that would save little, or would not tell.
+        """Return what a stage keeps, computed from its last layers: those from the first one on
+        that is the last layer of its kind. None if that would save little, or would not be exact.
 
-        All peaks are in these layers: whatever a layer needs, most is kept where the last one of
-        its kind runs, forward and in a whole backward pass. In the input half of a split one more
-        may be put off than is freed, by layers of one kind and not by others.
+        These layers are run. Each layer before them adds what one more of its kind adds.
+        All peaks are in the last layers: whatever a layer needs, most is kept where the last one of
+        its kind runs, forward and in a whole backward pass. That does not hold for the input half
+        of a split backward pass: there some kinds of layers put off more than they free.
         """
         if self.halves:
             return None
@@ -173,6 +174,8 @@ class StageMemory:
             return None
         kept = self._run(last_layers)
         for kind, count in Counter(kinds[:start]).items():
+            # a middle stage of the last layer of this kind and the layer before it, and one of the
+            # latter alone: they differ by what a layer of this kind adds
             position = last_of_kind[kind]
             pair = Cut(1, cut.layers[position - 1 : position + 1], first=False, last=False)
             before = replace(pair, layers=pair.layers[:1])
@@ -202,7 +205,7 @@ class StageMemory:
         if key not in self._measured:
             with without_storage(self.device):
                 context = self._context()
-                # A pass begins when all products are registered.
+                # FP8's pass begins when all products are registered: after the stage is built
                 stage = Stage(self.config.with_zero_weights, context, cut)
                 with context.fp8.autocast():
                     self._measured[key] = _measure(stage, self)
@@ -248,10 +251,11 @@ def names_single_layers(plan: PrecisionPlan) -> bool:
 
 
 def _grows_steadily(fewer: ActivationBytes, one_more: ActivationBytes) -> bool:
-    """Return True if peaks grow by as much with each further layer.
+    """Return True if each further layer will add the same to every peak.
 
-    A peak is the largest of several sums of which each grows with the number of layers at its own
-    rate. It is steady once it grows as fast as what layers leave behind.
+    A peak is the largest of several sums, each of which grows with the number of layers at its own
+    rate. Its growth is steady once it equals that of what layers leave behind.
+    fewer, one_more: what a stage keeps, and what it keeps with one more layer.
     """
     growth = one_more.activations - fewer.activations
     deferred_growth = one_more.deferred_bytes - fewer.deferred_bytes
@@ -266,9 +270,9 @@ def _extrapolate(
     one_more: ActivationBytes,
     further: int,
 ) -> ActivationBytes:
-    """Return what a stage with `further` layers more than the first keeps.
+    """Return what a stage keeps with `further` layers more than the stage of `fewer` has.
 
-    one_more: what a stage with one layer more than the first keeps.
+    one_more: what it keeps with one layer more.
     """
     extrapolated: dict[str, int] = {}
     for byte_field in fields(ActivationBytes):
@@ -309,19 +313,20 @@ def message_bytes(
 
 
 def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
-    """Return what `stage` keeps, by running its passes."""
+    """Return what `stage` keeps of a micro-batch, and the peaks of its instructions, by running its
+    passes. memory: the settings of the run."""
     seq_length = memory.options.seq_length // memory.cp
     micro_batch = memory.options.micro_batch
     lay_out(stage)
     with torch.no_grad(), LiveMemory() as live:
-        # Allocates the buffers that are kept for good.
+        # the first pass allocates what is kept for good
         stage(_make_input(stage, seq_length, micro_batch))
         buffers = live.now
     if memory.packed:
         packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64))
     else:
         packing = UNPACKED
-    # Separate runs: a whole backward frees what the first half of a split one keeps.
+    # separate runs: a whole backward pass frees what the first half of a split one keeps
     whole = _run_passes(stage, seq_length, micro_batch, packing, split=False)
     if not memory.halves:
         return replace(whole, buffers=buffers)
@@ -330,8 +335,8 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
 
 
 def lay_out(stage: Stage) -> None:
-    """Give the parameters main gradients, and memory as the optimizer does: on a GPU those of the
-    experts of a layer lie together, for their products read them at once."""
+    """Give the parameters main gradients, and memory as the optimizer does: on a GPU the weights of
+    the experts of a layer lie one after the other, because one product reads them all."""
     plan = stage.context.plan
     parameters = [*stage.parameters()]
     # a bucket of one element is full with one parameter, or with all that lie together
@@ -339,8 +344,8 @@ def lay_out(stage: Stage) -> None:
         sizes = [parameter.numel() for parameter in bucket]
         weights = torch.empty(sum(sizes), dtype=bucket[0].dtype)
         gradients = torch.zeros(sum(sizes), dtype=plan.gradients)
-        parts = zip(bucket, weights.split(sizes), gradients.split(sizes), strict=True)
-        for parameter, weight, gradient in parts:
+        slices = zip(bucket, weights.split(sizes), gradients.split(sizes), strict=True)
+        for parameter, weight, gradient in slices:
             if len(bucket) > 1:
                 parameter.data = weight.view(parameter.shape)
             parameter.main_grad = gradient.view(parameter.shape)  # type: ignore[attr-defined]
@@ -353,9 +358,10 @@ def _run_passes(
     packing: Packing,
     split: bool,
 ) -> ActivationBytes:
-    """Return the bytes of a micro-batch, run as the executor does.
+    """Return the bytes of a micro-batch, by running its passes as the executor does.
 
-    split: the backward pass is in halves; `backward` is then 0.
+    split: the backward pass is in halves, and `backward` of the result is 0; otherwise
+        `deferred_bytes`, `input` and `weight` are 0.
     """
     deferred = stage.context.deferred
     with LiveMemory() as live:
@@ -402,10 +408,10 @@ def _compute_output(
     seq_length: int,
     packing: Packing,
 ) -> Tensor:
-    """Return the activation for the next stage, or the loss."""
+    """Return the activation for the next stage, or of the last stage the loss, []."""
     plan = stage.context.plan
     micro_batch = x.shape[1]
-    # Without it the stage would run as in evaluation.
+    # without it the stage would run as in evaluation
     microbatch_info = MicrobatchInfo(0, torch.arange(micro_batch), torch.ones(()))
     mtp_batch = None
     if stage.cut.last and stage.config.mtp_layers:

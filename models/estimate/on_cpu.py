@@ -83,7 +83,8 @@ def _on_meta(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return the result of an operator on meta tensors, as one on a CPU."""
+    """Return the result of an operator whose arguments say that they are on a CPU, computed on meta
+    tensors; it says so too."""
     if func is torch.ops.aten.lift_fresh.default:
         # torch.tensor([1, 2]) has made a real tensor, because its numbers need one.
         real = args[0]

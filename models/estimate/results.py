@@ -38,18 +38,18 @@ class _ConstantForm(NamedTuple):
 
 
 class _FormlessError(TypeError):
-    """A tensor is more than its form."""
+    """Raised for a tensor of which a form does not say all: a real one, or of a subclass."""
 
 
 def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator (a `torch._ops.OpOverload`) on meta tensors.
 
-    Results that are new tensors are made from the forms of the arguments. All others, such as
-    views, are computed.
+    Results that are new tensors are made by their forms, which are computed once for arguments of
+    the same forms. All other results, such as views, are computed each time.
     """
     if _may_share_memory(func):
         return func(*args, **kwargs)
-    # a real tensor is made once alone: it may be of random numbers
+    # a real tensor is made anew each time, because it may be of random numbers
     if is_factory(func) and kwargs.get("device") != _META:
         return func(*args, **kwargs)
     try:
@@ -95,25 +95,27 @@ def _form_of_result(
     new_args = _make_of_form(args)
     new_kwargs = {key: _make_of_form(form) for key, form in kwargs}
     result = func(*new_args, **new_kwargs)
-    results = result if isinstance(result, tuple) else (result,)
-    if not all(isinstance(one, Tensor) and one.is_meta for one in results):
+    tensors = result if isinstance(result, tuple) else (result,)
+    if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
         return None
     form = _form_of(result)
-    # a copy by its form takes as much memory
-    copies = _make_of_form(form) if isinstance(result, tuple) else (_make_of_form(form),)
-    for one, copy in zip(results, copies, strict=True):
-        if one.untyped_storage().nbytes() != copy.untyped_storage().nbytes():
+    # a tensor that is made by its form must take as much memory
+    copy_of_result = _make_of_form(form)
+    copies = copy_of_result if isinstance(result, tuple) else (copy_of_result,)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if tensor.untyped_storage().nbytes() != copy.untyped_storage().nbytes():
             return None
     # some operators return an argument, or one memory twice, and do not say so
     arguments = [value for value in new_args if isinstance(value, Tensor)]
-    memories = {storage_address(one) for one in (*results, *arguments)}
-    if len(memories) < len(results) + len(arguments):
+    memories = {storage_address(tensor) for tensor in (*tensors, *arguments)}
+    if len(memories) < len(tensors) + len(arguments):
         return None
     return form
 
 
 def _form_of(value: Any) -> Any:
-    """Return the form of a tensor, or of those in a list or tuple."""
+    """Return the form of a value: of a tensor, of a list or tuple, or of a constant. Raises
+    _FormlessError for a tensor that is not a plain meta tensor."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta:
             raise _FormlessError

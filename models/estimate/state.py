@@ -6,7 +6,7 @@ optimizer, by the code that does so in training. So padding, tied embeddings, Ze
 weights in FP8 and parameters that stay in FP32 are counted as they are.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -120,8 +120,8 @@ class Sharding:
     frozen: tuple[str, ...] = ()
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
-        """Return the replicas of experts, or of other weights, and those among them that share
-        state."""
+        """Return two axes without groups, of experts or of other weights: the replicas, and those
+        among them that share masters and moments."""
         if not of_experts:
             return Axis("dp", 0, self.dp), Axis("zero", 0, self.zero)
         slices = self.expert_tensor or self.tp
@@ -159,7 +159,12 @@ class _StageBuffers(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """The layers whose gradients are in a buffer, its bytes, and those of the copy that travels."""
+    """The layers whose gradients are in a buffer of a stage under ZeRO-2.
+
+    first, last: the positions of the first and the last of these layers in a forward pass.
+    whole: bytes of all gradients of the buffer.
+    copied: bytes of the copy that travels between ranks; 0 if the buffer itself does.
+    """
 
     first: int
     last: int
@@ -181,17 +186,19 @@ def state_bytes(
 
     rule: the update rule, which decides the moments.
     """
-    # Ranks whose stages are alike are laid out once.
+    # ranks whose stages are alike are laid out once
     by_kind: dict[tuple[object, ...], StateBytes] = {}
     bytes_of_ranks = []
-    # both may go by the names of parameters, which have the numbers of layers
+    # These go by the names of parameters, in which are the numbers of layers: ranks whose stages
+    # look alike may differ.
     names_layers = names_single_layers(plan) or bool(sharding.frozen)
     ranks_differ = names_layers or isinstance(rule, Muon)
     for rank in range(max(rank_of_stage) + 1):
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
-        kind = (*kinds, ranks_differ and rank)
+        own_number = rank if ranks_differ else None
+        kind = (*kinds, own_number)
         if kind not in by_kind:
-            # Tensors of state are alike on all devices, and meta tensors are faster.
+            # tensors of state have the same bytes on all devices, and meta tensors are faster
             with without_storage("cuda"):
                 stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
                 by_stage = _build_buffers(stages, plan, rank, sharding, rule, device)
@@ -201,7 +208,8 @@ def state_bytes(
 
 
 def _kind_of_stage(config: ModelConfig, cut: Cut) -> tuple[object, ...]:
-    """Return what decides the state of a stage."""
+    """Return what decides the bytes of state of a stage: whether it is the first and the last one,
+    and the kinds of its layers."""
     return cut.first, cut.last, tuple(config.kind_keys(cut.layers))
 
 
@@ -213,7 +221,8 @@ def _build_stages(
     rank: int,
     sharding: Sharding,
 ) -> Sequence[Stage]:
-    """Return the stages of a pipeline rank."""
+    """Return the stages of a pipeline rank, built on tensors without storage for the first of its
+    tensor-parallel ranks, in the order of their numbers."""
     tp = SimulatedAxis("tp", 0, sharding.tp)
     experts = simulated_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
     fp8 = FP8State(plan.fp8, config.layers, tp, device="meta")
@@ -238,7 +247,7 @@ def _build_buffers(
     rule: UpdateRule,
     device: Device,
 ) -> list[_StageBuffers]:
-    """Return the flat buffers of the optimizer over these stages."""
+    """Return each stage with the flat buffers that the optimizer would make of its parameters."""
     elements = bucket_elements(sharding.bucket, sharding.dp)
     moments = partial(moments_of, rule)
     by_stage = list[_StageBuffers]()
@@ -265,10 +274,14 @@ def _build_buffer(
     sharding: Sharding,
     moments: Moments,
 ) -> Buffer:
+    """Return the flat buffer of these parameters, which lie in one bucket, without storage.
+
+    moments: returns the moments of a parameter.
+    """
     layout = layout_of(parameters[0])
     dp, zero = sharding.replicas(layout.expert)
     kept = Kept(ema=sharding.ema, memory=_UnallocatedMemory() if sharding.offload else None)
-    # Counts of loads are not sharded, and stay on the device.
+    # corrections of routers are not sharded, and stay on the device
     if layout.balancing is not None:
         zero = Axis("zero")
         kept = Kept()
@@ -333,8 +346,9 @@ def _update_peaks(
     rule: UpdateRule,
     device: Device,
 ) -> list[int]:
-    """Return the bytes of each part of an update, of which one follows the other."""
-    # Elements of a block of the update; 0: a whole buffer.
+    """Return the peak in bytes that each part of an update adds: of each buffer, of its moving
+    average, and of Muon. One part follows the other."""
+    # elements that are updated at a time; 0: a whole buffer
     block = BLOCK if device == "cpu" else 0
     peaks = [_update_peak(buffer, block) for buffer in buffers]
     peaks += [_ema_peak(buffer, device) for buffer in buffers if buffer.ema is not None]
@@ -344,8 +358,8 @@ def _update_peaks(
 
 
 def _masters_bytes(buffer: Buffer) -> int:
-    """Return the bytes of this rank's slice in the dtype of its masters; of masters in two halves,
-    or of weights that are their own masters, in FP32."""
+    """Return the bytes of this rank's slice of a buffer in the dtype of its masters; in FP32 if
+    there is no tensor of masters, as with remainders."""
     itemsize = torch.float32.itemsize if buffer.masters is None else buffer.masters.itemsize
     return itemsize * buffer.local_size
 
@@ -355,16 +369,18 @@ def _staging_bytes(buffer: Buffer) -> int:
     if buffer.memory is None:
         return 0
     tile = next(buffer.tiles(0, buffer.local_size))
-    held = dict(stored(tile))
+    in_host_memory = dict(stored(tile))
     # masters that are the weights lie on the device
     if buffer.masters is buffer.own_weights:
-        held.pop("masters")
-    most = staged_bytes(held.values())
+        in_host_memory.pop("masters")
+    most = staged_bytes(in_host_memory.values())
     if buffer.ema is not None:
-        # the average follows the masters after the update
-        following = [values for name, values in held.items() if name in ("masters", "remainder")]
+        # after the update the average is moved towards the masters: both travel again
+        masters = [
+            values for name, values in in_host_memory.items() if name in ("masters", "remainder")
+        ]
         ema = buffer.ema[: len(tile.weights)]
-        most = max(most, staged_bytes([*following, ema]))
+        most = max(most, staged_bytes([*masters, ema]))
     return NUM_STAGED * most
 
 
@@ -380,8 +396,8 @@ def _frozen_bytes(stages: Sequence[Stage], plan: PrecisionPlan) -> int:
 
 
 def _copied_bytes(buffer: Buffer) -> int:
-    """Return the bytes of the copy of a buffer's gradients that travels."""
-    # Gradients that travel as they are need no copy.
+    """Return the bytes of the copy of a buffer's gradients that travels between replicas, in the
+    dtype of the reduction; 0 if the gradients travel as they are."""
     if buffer.dp.size == 1 or buffer.reduce_dtype == buffer.grads_dtype:
         return 0
     return buffer.size * buffer.reduce_dtype.itemsize
@@ -395,51 +411,74 @@ def _arriving_bytes(stage: Stage, buffers: Sequence[Buffer]) -> int:
     buffer is whole from its last layer to its first; that of a tied embedding, to which the head
     adds first, from the beginning. Another may be under way meanwhile.
     """
-    layers = _numbers_of_layers(stage)
-    last_number = max(layers.values(), default=0)
-    read_twice = set(chain.from_iterable(stage.read_late().values()))
-    read_twice.intersection_update(stage.read_early())
-    spans = list[_Span]()
-    for buffer in buffers:
-        if buffer.shards_gradients:
-            numbers = [layers[parameter] for parameter in buffer.parameters]
-            if not read_twice.isdisjoint(buffer.parameters):
-                numbers.append(last_number)
-            whole = buffer.size * buffer.grads_dtype.itemsize
-            copied = _copied_bytes(buffer)
-            spans.append(_Span(min(numbers), max(numbers), whole, copied))
+    layer_of_parameter = _numbers_of_layers(stage)
+    spans = _spans_of_buffers(stage, buffers, layer_of_parameter)
     largest = 0
-    for layer in range(len(layers)):
-        is_open = [span for span in spans if span.first <= layer <= span.last]
-        copies = [span.copied for span in is_open if span.first == layer]
-        # of what was reduced before, the last may still travel
-        before = [span for span in spans if span.first > layer]
+    for layer in range(len(layer_of_parameter)):
+        being_filled = [span for span in spans if span.first <= layer <= span.last]
+        # a buffer is complete after its first layer, and its copy is made
+        copies = [span.copied for span in being_filled if span.first == layer]
+        # of the buffers that were reduced before, the last one may still travel
+        reduced = [span for span in spans if span.first > layer]
         travelling = 0
-        if before:
-            last_reduced = min(before, key=lambda span: span.first)
+        if reduced:
+            last_reduced = min(reduced, key=lambda span: span.first)
             travelling = last_reduced.copied or last_reduced.whole
-        held = sum(span.whole for span in is_open) + max(copies, default=0)
+        held = sum(span.whole for span in being_filled) + max(copies, default=0)
         largest = max(largest, held + travelling)
     return largest
 
 
+def _spans_of_buffers(
+    stage: Stage,
+    buffers: Sequence[Buffer],
+    layer_of_parameter: Mapping[torch.nn.Parameter, int],
+) -> list[_Span]:
+    """Return the layers of each buffer of a stage whose gradients are sharded.
+
+    layer_of_parameter: the position of each parameter's layer in a forward pass.
+    """
+    last_layer = max(layer_of_parameter.values(), default=0)
+    # a tied embedding, to whose gradient the backward pass through the head adds first
+    read_twice = set(chain.from_iterable(stage.read_late().values()))
+    read_twice.intersection_update(stage.read_early())
+    spans = list[_Span]()
+    for buffer in buffers:
+        if not buffer.shards_gradients:
+            continue
+        layers = [layer_of_parameter[parameter] for parameter in buffer.parameters]
+        if not read_twice.isdisjoint(buffer.parameters):
+            layers.append(last_layer)
+        span = _Span(
+            first=min(layers),
+            last=max(layers),
+            whole=buffer.size * buffer.grads_dtype.itemsize,
+            copied=_copied_bytes(buffer),
+        )
+        spans.append(span)
+    return spans
+
+
 def _numbers_of_layers(stage: Stage) -> dict[torch.nn.Parameter, int]:
-    """Return the position of each parameter's layer in a forward pass; a parameter of no layer is
-    by itself."""
+    """Return the position of each parameter's layer in a forward pass; a parameter of no layer
+    counts as a layer of its own."""
     names = {parameter: name for name, parameter in stage.named_parameters()}
-    numbers = dict[torch.nn.Parameter, int]()
-    seen = dict[str, int]()
+    number_of_parameter = dict[torch.nn.Parameter, int]()
+    number_of_layer = dict[str, int]()
     for parameter in forward_order(stage):
         name = names[parameter]
+        # "layers.3" of "layers.3.mlp.down.weight"
         container, _, rest = name.partition(".")
-        number, _, _ = rest.partition(".")
-        layer = f"{container}.{number}" if number.isdigit() else name
-        numbers[parameter] = seen.setdefault(layer, len(seen))
-    return numbers
+        index, _, _ = rest.partition(".")
+        layer = f"{container}.{index}" if index.isdigit() else name
+        next_number = len(number_of_layer)
+        number_of_parameter[parameter] = number_of_layer.setdefault(layer, next_number)
+    return number_of_parameter
 
 
 def _update_peak(buffer: Buffer, block: int) -> int:
-    """Return the peak that the update of a block of this buffer adds."""
+    """Return the peak in bytes that the update of a block of this buffer adds. block: its elements;
+    0: the whole buffer."""
     tile = next(buffer.tiles(0, buffer.local_size, block))
     steps = torch.ones(())  # any number: no value is computed
     with LiveMemory() as live:
@@ -449,7 +488,7 @@ def _update_peak(buffer: Buffer, block: int) -> int:
 
 
 def _ema_peak(buffer: Buffer, device: Device) -> int:
-    """Return the peak that moving a block of the average of this buffer adds."""
+    """Return the peak in bytes that moving a block of the moving average of this buffer adds."""
     assert buffer.ema is not None
     tile = next(buffer.tiles(0, buffer.local_size, run_length(device)))
     averaged = AveragedTile(tile, buffer.ema[: len(tile.weights)])
@@ -466,11 +505,12 @@ def _muon_peak(
     sharding: Sharding,
     block: int,
 ) -> int:
-    """Return the peak that the orthogonalization of a rank's own matrices adds; 0 if there are
-    none.
+    """Return the peak in bytes that the orthogonalization of a rank's own matrices by Muon adds; 0
+    if it has none.
 
-    First all directions are given away and assembled; then each matrix is iterated, which takes
-    several of its size; then the results of one buffer after the other return.
+    First each rank gives its slices of matrices to their owners, which assemble them; then each
+    owner iterates one matrix after the other, which takes several times the matrix; then the
+    results of one buffer after the other return.
 
     block: elements that are updated at a time, with four numbers in FP32 for each.
     """
@@ -479,41 +519,47 @@ def _muon_peak(
         return 0
     ranks = sharding.tp * sharding.dp
     stacks: list[MatrixStack] = []
-    num_given = 0  # elements that the rank gives to the owners of matrices
-    num_returned = 0  # elements of one buffer's pieces, at most
+    # all of these are numbers of elements
+    num_given = 0  # that the rank gives to the owners of matrices
+    num_returned = 0  # that return for one buffer, at most
     for buffer in by_muon:
-        by_tensor = {piece.part.name: rule.matrices_of(piece.part) for piece in buffer.pieces}
-        # Other ranks of the stage hold as many other experts.
-        stacks += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
+        stack_of_tensor = {piece.part.name: rule.matrices_of(piece.part) for piece in buffer.pieces}
+        # other ranks of the stage hold as many other experts
+        times = sharding.expert if buffer.holds_experts else 1
+        stacks += [*stack_of_tensor.values()] * times
         runs = [held_span_of(buffer, piece, 0, 0) for piece in buffer.pieces]
         num_given += sum(run.num_sent for run in runs)
-        num_returned = max(num_returned, sum(run.stop - run.start for run in runs))
-
-    owned = _most_owned(stacks, rule, ranks)
-    # The peak is on the way to the owners, in an iteration, or on the way back.
-    largest = max(prod(stack) for stack in stacks)
-    dtype = rule.iteration_dtype(plan.masters)
+        num_of_buffer = sum(run.stop - run.start for run in runs)
+        num_returned = max(num_returned, num_of_buffer)
+    num_owned = _most_owned(stacks, rule, ranks)
+    largest_matrix = max(prod(stack) for stack in stacks)
     largest_block = max(_block_elements(buffer, block) for buffer in by_muon)
-    tile = min(largest, largest_block)
-    # One rank alone receives what it gives, without a copy.
+
+    # the peak is on the way to the owners, in an iteration, on the way back, or in an update
+    itemsize = rule.iteration_dtype(plan.masters).itemsize
+    # one rank alone receives what it gives, without a copy
     copies = 2 if ranks > 1 else 1
-    to_owners = num_given + owned * copies + largest
-    back = owned + num_returned * copies
-    travelling = max(to_owners, back) * dtype.itemsize
+    to_owners = num_given + num_owned * copies + largest_matrix
+    back = num_owned + num_returned * copies
+    travelling = max(to_owners, back) * itemsize
+    tile = min(largest_matrix, largest_block)
     wide_tile = 4 * torch.float32.itemsize * tile  # four numbers for each element
-    updating = (max(num_given, owned) + num_returned) * dtype.itemsize + wide_tile
-    iterating = owned * dtype.itemsize + _iteration_peak(stacks, dtype)
+    updating = (max(num_given, num_owned) + num_returned) * itemsize + wide_tile
+    iteration = _iteration_peak(stacks, rule.iteration_dtype(plan.masters))
+    iterating = num_owned * itemsize + iteration
     return max(travelling, updating, iterating)
 
 
 def _iteration_peak(stacks: Iterable[MatrixStack], dtype: torch.dtype) -> int:
-    """Return the bytes that one orthogonalization of these adds, at most."""
-    # by number: heads of a larger matrix may take less than a smaller one as a whole
-    largest: dict[int, MatrixStack] = {}
+    """Return the most bytes that the orthogonalization of one of these stacks of matrices adds."""
+    # The largest stack of each number of matrices: a matrix that is taken head by head may take
+    # less than a smaller one that is taken as a whole.
+    largest_by_count: dict[int, MatrixStack] = {}
     for stack in stacks:
-        largest[stack.count] = max(stack, largest.get(stack.count, stack), key=prod)
+        largest_so_far = largest_by_count.get(stack.count, stack)
+        largest_by_count[stack.count] = max(stack, largest_so_far, key=prod)
     peaks: list[int] = []
-    for stack in largest.values():
+    for stack in largest_by_count.values():
         with torch.device("meta"), LiveMemory() as live:
             # the second step needs as much memory as each later one
             orthogonalized(stack.apart(torch.empty(stack.whole, dtype=dtype)), steps=2)

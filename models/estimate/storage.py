@@ -55,8 +55,9 @@ class _Answers(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        """Return the result of a function of torch, answered here if the tensors do not tell."""
         kwargs = kwargs or {}
-        # `count_choices` of the experts, the only sum of integers by index in a model.
+        # the sum in `models.feed_forward.moe.count_choices`, the only one of integers by index
         if func is torch.Tensor.index_add_ and args[0].dtype == torch.int64:
             return _EvenCounts(args[2].numel(), args[0].numel())
         if func is F.scaled_dot_product_attention and self._device == "cuda":
@@ -128,9 +129,10 @@ class SimulatedAxis(Axis):
         return lambda: received
 
     def start_exchange_of_counts(self, counts: Any) -> Callable[[], tuple[list[int], list[int]]]:
-        sent = counts.tolist()
-        # Every rank's router sends as many.
-        received = sent[: len(sent) // self.size] * self.size
+        sent = counts.tolist()  # rows by expert of all ranks
+        experts_of_rank = len(sent) // self.size
+        # every rank's router sends as many rows to this rank's experts
+        received = sent[:experts_of_rank] * self.size
         return lambda: (sent, received)
 
     def start_exchange_of_rows(
@@ -139,7 +141,7 @@ class SimulatedAxis(Axis):
         sent: Sequence[int],
         received: Sequence[int],
     ) -> Callable[[], Tensor]:
-        # Over gloo each rank's rows are a tensor of their own.
+        # as on a CPU: over gloo each rank's rows are a tensor of their own
         if not rows.is_meta:
             return super().start_exchange_of_rows(rows, sent, received)
         incoming = rows.new_empty((sum(received), rows.shape[1]))
@@ -169,10 +171,11 @@ def simulated_experts(
     expert: int,
     expert_tensor: int,
 ) -> ExpertAxes | None:
-    """Return the axes of the first of the ranks that share experts; None if these lie as other
-    feed-forwards do.
+    """Return the axes of experts as the first of the ranks that share them has them, without the
+    other ranks; None if each rank has slices of all experts.
 
-    expert_tensor: slices of each expert; 0: as many as there are tp ranks.
+    tp: tensor-parallel ranks. expert: ranks over which experts are spread. expert_tensor: slices of
+    each expert; 0: as many as there are tp ranks.
     """
     slices = expert_tensor or tp
     if expert == 1 and slices == tp:

@@ -16,7 +16,8 @@ from models.decoder.stages import Stage
 from parallel.pipeline.instructions import Op
 from parallel.pipeline.schedules import Schedule
 
-_READ_FIRST = (Moment.LATE, Moment.THROUGHOUT)  # in a backward pass
+# the weights that a backward pass reads first, by the time at which a forward pass reads them
+_READ_FIRST = (Moment.LATE, Moment.THROUGHOUT)
 
 
 class StagePass(NamedTuple):
@@ -33,9 +34,13 @@ class StagePass(NamedTuple):
 
 @dataclass(frozen=True)
 class _Unit:
-    """The sharded buffers, by number, of a unit of weights.
+    """The sharded buffers of a unit of weights, which are gathered together
+    (`megaprec.optim.weight_units`).
 
-    is_after_late: it runs after weights that are read late: a module of multi-token prediction.
+    moment: when a forward pass reads them.
+    buffers: their numbers among the buffers of the rank.
+    is_after_late: the unit is a module of multi-token prediction, which runs after the weights that
+        are read late.
     """
 
     moment: Moment
@@ -56,9 +61,10 @@ class WholeWeights:
 
     @classmethod
     def of(cls, stages: Sequence[Stage], buffers: Sequence[Buffer]) -> "WholeWeights":
-        """Return those of a rank's stages, whose parameters lie in `buffers`."""
+        """Return the weights that passes through a rank's stages gather. buffers: in which the
+        parameters of the stages lie."""
         sizes: dict[int, int] = {}
-        numbers: dict[object, int] = {}  # of parameters' buffers
+        numbers: dict[object, int] = {}  # by parameter: the number of its buffer
         for number, buffer in enumerate(buffers):
             if buffer.shards_weights:
                 sizes[number] = buffer.size * buffer.weights.dtype.itemsize
@@ -87,11 +93,14 @@ class WholeWeights:
 
 
 def _units_of(stage: Stage, numbers: Mapping[object, int]) -> tuple[_Unit, ...]:
-    """Return the units of a stage. numbers: of the sharded buffers of parameters."""
+    """Return the units of a stage that have sharded buffers, in the order of a forward pass.
+    numbers: by parameter, the number of its buffer if that is sharded."""
     layers = {*stage.layers.values()}
     units: list[_Unit] = []
     for unit in weight_units(stage):
-        buffers = frozenset(numbers[each] for each in unit.parameters if each in numbers)
+        buffers = frozenset(
+            numbers[parameter] for parameter in unit.parameters if parameter in numbers
+        )
         is_after_late = unit.moment is Moment.LAYER and unit.entry not in layers
         if buffers:
             units.append(_Unit(unit.moment, buffers, is_after_late))
@@ -110,8 +119,8 @@ def passes_of_rank(schedule: Schedule, rank: int) -> list[StagePass]:
 
 
 def evaluation_passes(schedule: Schedule, rank: int) -> list[StagePass]:
-    """Return the passes of a pipeline rank in an evaluation: of two micro-batches, of which the
-    second finds the layers that are kept."""
+    """Return the passes of a pipeline rank in an evaluation of two micro-batches: in the second one
+    the layers that stay whole are so from the beginning."""
     num_stages = list(schedule.rank_of_stage).count(rank)
     forward = [StagePass(stage, True, has_backward=False) for stage in range(num_stages)]
     return 2 * forward
@@ -135,34 +144,44 @@ class _Walk:
         self._known: dict[tuple[StagePass, frozenset[int]], frozenset[int]] = {}
 
     def take(self, stage_pass: StagePass) -> None:
-        """Go through a pass; once through those that find the same."""
-        found = (stage_pass, frozenset(self._whole))
-        if found not in self._known:
+        """Go through a pass. One with the same buffers whole before it as an earlier pass is not
+        gone through again."""
+        whole_before = frozenset(self._whole)
+        key = (stage_pass, whole_before)
+        if key not in self._known:
             units = self._stages[stage_pass.stage]
             if stage_pass.is_forward:
                 self._go_forward(units, stage_pass.has_backward)
             else:
                 self._go_backward(units)
-            self._known[found] = frozenset(self._whole)
-        self._whole = {*self._known[found]}
+            self._known[key] = frozenset(self._whole)
+        self._whole = {*self._known[key]}
 
     def _go_forward(self, units: Sequence[_Unit], has_backward: bool) -> None:
+        """Go through a forward pass: gather each unit before it runs, with overlap the next one
+        too, and give up each layer after it has run. At the end all is given up but what the
+        backward pass reads first, if there is one."""
+        # what only the beginning of the stage reads
         early = _buffers_of(units, Moment.EARLY) - _buffers_of(units, Moment.LATE)
-        following = dict(pairwise(units))
-        for unit in sorted(units, key=lambda unit: unit.is_after_late):
+        next_unit = dict(pairwise(units))
+        in_order_of_run = sorted(units, key=lambda unit: unit.is_after_late)
+        for unit in in_order_of_run:
             if unit.moment in (Moment.LAYER, Moment.LATE):
                 self._give_up(early)
             self._gather(unit)
-            if self._overlap and unit in following:
-                self._gather(following[unit])
+            if self._overlap and unit in next_unit:
+                self._gather(next_unit[unit])
             if unit.moment is Moment.LAYER:
                 self._give_up(unit.buffers)
-        read = _buffers_of(units, *Moment)
+        given_up = _buffers_of(units, *Moment)
         if has_backward:
-            read -= _buffers_of(units, *_READ_FIRST)
-        self._give_up(read)
+            given_up -= _buffers_of(units, *_READ_FIRST)
+        self._give_up(given_up)
 
     def _go_backward(self, units: Sequence[_Unit]) -> None:
+        """Go through a backward pass: gather what it reads first, then each layer, from the last
+        one on, with overlap the layer before too, and give up each layer after it has run. At the
+        end all is given up."""
         previous = {following: unit for unit, following in pairwise(units)}
         # the gradient of an embedding that is the head too is complete at the end
         late = _buffers_of(units, Moment.LATE) - _buffers_of(units, Moment.EARLY)
@@ -181,7 +200,8 @@ class _Walk:
         self._give_up(self._sizes)
 
     def _gather_ahead(self, previous: _Unit | None) -> None:
-        """Gather the unit whose gradients are computed next."""
+        """With overlap, gather the layer whose gradients are computed next. previous: the unit
+        before the present one in a forward pass."""
         if self._overlap and previous is not None and previous.moment is Moment.LAYER:
             self._gather(previous)
 

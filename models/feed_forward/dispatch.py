@@ -40,8 +40,8 @@ def spread_experts(
     expert_tensor: int,
     canonical_shards: int = 0,
 ) -> ExpertAxes | None:
-    """Return the ranks of the experts of each layer, or None if experts lie as other feed-forwards
-    do.
+    """Return the axes of ranks that share the experts of each layer, or None if each rank has
+    slices of all experts, as of any other feed-forward.
 
     config: the model.
     mesh: of all ranks; None: one process.
@@ -71,13 +71,13 @@ def rows_of_rank(
     tp: Axis,
     experts: ExpertAxes,
 ) -> slice:
-    """Return the rows, of `count`, that this rank sends to experts, if these have fewer slices than
-    `tp` has ranks."""
-    # neighbouring tp ranks hold the slices of one expert, and send the same rows
-    parts = tp.size // experts.tp.size
+    """Return the slice of `count` rows that this rank sends to experts, where experts have fewer
+    slices than `tp` has ranks, so that no row is sent twice."""
+    # as many neighbouring tp ranks as an expert has slices send the same rows
+    num_parts = tp.size // experts.tp.size
     part = tp.rank // experts.tp.size
-    first = count * part // parts
-    stop = count * (part + 1) // parts
+    first = count * part // num_parts
+    stop = count * (part + 1) // num_parts
     return slice(first, stop)
 
 
@@ -86,8 +86,8 @@ class Dispatch:
     """The exchange of the rows of one layer: how many go to each rank, and come from it.
 
     axis: the ranks over which experts are spread.
-    sent: rows by rank.
-    received: rows [ranks][local experts].
+    sent: the number of rows that go to each rank.
+    received: the number of rows that come, received[rank][expert of this rank].
     """
 
     axis: Axis
@@ -122,36 +122,40 @@ class Dispatch:
     @property
     def counts(self) -> list[int]:
         """Return the number of rows that each expert of this rank receives."""
-        return [sum(of_expert) for of_expert in zip(*self.received, strict=True)]
+        by_expert = zip(*self.received, strict=True)  # of each expert the rows from each rank
+        return [sum(rows_from_ranks) for rows_from_ranks in by_expert]
 
     def send(self, rows: Tensor) -> Tensor:
         """Send rows [n, h], sorted by expert, to the experts' ranks; return the received ones,
         sorted by expert. Collective over the axis."""
-        # Each source sends its rows by expert, so an expert's rows lie apart.
+        # Each rank's rows arrive sorted by expert, one rank after the other.
         by_source = ExchangeRows.apply(rows, self.axis, self.sent, self.received_of_rank)
         return transpose_groups(by_source, self.received)
 
     def send_back(self, results: Tensor) -> Tensor:
-        """Return the results of `send`'s rows to the ranks that sent them, in the order in which
-        they were sent. Collective over the axis."""
-        # The results lie by expert, then source, and go back by source.
+        """Send the results of received rows back to the ranks that sent the rows, and return those
+        of this rank's own rows, in the order in which it sent these. Collective over the axis.
+
+        results: of what `send` has returned, in its order.
+        """
+        # sorted by expert, then by the rank that the row came from: sorted by rank first to go back
         received_by_expert = list(zip(*self.received, strict=True))
         by_source = transpose_groups(results, received_by_expert)
         return ExchangeRows.apply(by_source, self.axis, self.received_of_rank, self.sent)
 
 
 def _by_rank(counts: Sequence[int], experts_per_rank: int) -> list[tuple[int, ...]]:
-    """Return the counts of each rank, which are neighbouring ones."""
+    """Return counts of experts of all ranks as those of each rank, which are neighbouring ones."""
     firsts = range(0, len(counts), experts_per_rank)
     return [tuple(counts[first : first + experts_per_rank]) for first in firsts]
 
 
 def transpose_groups(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Map rows that are sorted by i, then j, to the same rows sorted by j, then i.
+    """Return rows that are sorted by i, then j, sorted by j, then i.
 
-    counts[i][j]: the number of rows.
+    counts[i][j]: the number of rows of i and j.
     """
-    # Groups in the order in which they lie: i by i, and within it j by j.
+    # in the order in which the groups lie: i by i, and within it j by j
     group_sizes = list(chain.from_iterable(counts))
     groups = rows.split(group_sizes)
     columns = len(counts[0])

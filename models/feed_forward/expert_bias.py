@@ -86,7 +86,7 @@ class _AddBiases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Numbers count the tensors among the inputs: y, ends if there are any, then the biases.
+        # the number of the first bias among the inputs that are tensors: y, ends if it is one, ...
         first_bias = 1 if ctx.expert_of_row is None else 2
         sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))
         wanted = destinations(ctx, first_bias, ctx.biases)
@@ -102,7 +102,7 @@ class _AddBiases(torch.autograd.Function):
 
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     """Return the expert of each row: int64 [rows], on the device of `ends`."""
-    # right: an end is the first row of the next expert
+    # right: the row whose number is an end is the first one of the next expert
     row_numbers = torch.arange(rows, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, row_numbers, right=True)
 
@@ -122,12 +122,15 @@ def _sum_rows(
 
 
 def _add_to_all(biases: Sequence[nn.Parameter], gradients: Tensor) -> None:
-    """Add gradients [experts, n] to the main gradients of the biases: by one operator if these lie
-    in one memory at equal distances, and all or none are the first ones of a step."""
+    """Add gradients [experts, n] to the main gradients of the biases, one of each expert.
+
+    One operator adds all of them if the main gradients lie in one memory at equal distances, and
+    all or none of these gradients are the first ones of a step.
+    """
     totals: list[Tensor] = []
     first_ones: list[bool] = []
     for bias in biases:
-        # The memory of a total may come only now.
+        # gives a total its memory, if it has none yet
         total, is_first = begin_accumulation(bias)
         totals.append(total)
         first_ones.append(is_first)
@@ -152,7 +155,8 @@ def _deliver_gradient(
     gradient: Tensor,
     where: Destination,
 ) -> Tensor | None:
-    """Add the gradient to the bias's main gradient, or return it for autograd, with its padding."""
+    """Add the gradient [n] to the bias's main gradient and return None; or return it for autograd,
+    with the padding of the bias, if `where` says so."""
     if where is Destination.NOWHERE:
         return None
     if where is Destination.MAIN:

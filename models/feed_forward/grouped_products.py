@@ -90,7 +90,7 @@ class GroupedLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(grad, stack_weights(weights), ends)
-        # Numbers count the tensors among the inputs: x, ends, and then the weights.
+        # 2: the number of the first weight among the inputs that are tensors, after x and ends
         wanted = {*destinations(ctx, 2, weights)}
         if Destination.AUTOGRAD in wanted:
             return grad_x, None, None, *_weight_gradients(grad, x, ends).unbind()
@@ -111,8 +111,9 @@ class _SumsWithoutStorage:
 
 @cache
 def sums_in_triton(device: torch.device) -> Any:
-    """Return the module `grouped_sums`, if its kernel works on a CUDA device, where it is tried
-    once; else None. Meta tensors stand for those of a device where it works."""
+    """Return the module `grouped_sums` if its kernel works on a CUDA device, where it is tried
+    once; None if it does not, or on another device. For meta tensors, which stand for those of a
+    device where it works, return something with the same function."""
     if device.type == "meta":
         return _SumsWithoutStorage
     if device.type != "cuda" or find_spec("triton") is None:
@@ -136,16 +137,18 @@ def stack_weights(weights: Sequence[Tensor]) -> Tensor:
 
 
 def view_as_stacked(matrices: Sequence[Tensor]) -> Tensor | None:
-    """Return a view [len(matrices), n, k] of matrices that lie in one memory at equal distances;
-    None of others."""
+    """Return a view [len(matrices), ...] of matrices or vectors of one shape that lie in one memory
+    at equal distances; None if they do not."""
     first = matrices[0]
+    storages = {storage_address(matrix) for matrix in matrices}
+    if len(storages) > 1 or not all(matrix.is_contiguous() for matrix in matrices):
+        return None
     offsets = [matrix.storage_offset() for matrix in matrices]
     # A single matrix has no distance to a next one; its own size serves as well as any.
     distances = {after - before for before, after in pairwise(offsets)} or {first.numel()}
     distance = min(distances)
-    storages = {storage_address(matrix) for matrix in matrices}
-    in_one_memory = len(storages) == 1 and all(matrix.is_contiguous() for matrix in matrices)
-    if not in_one_memory or len(distances) > 1 or distance < first.numel():
+    are_apart = distance >= first.numel()
+    if len(distances) > 1 or not are_apart:
         return None
     size = (len(matrices), *first.shape)
     stride = (distance, *first.stride())
@@ -157,7 +160,11 @@ def _weight_gradients(
     x: Tensor,
     ends: Tensor,
 ) -> Tensor:
-    """Return the weight gradients [experts, n, k]; 0 for an expert without rows."""
+    """Return the weight gradients [experts, n, k]; 0 for an expert without rows.
+
+    grad: [m, n], x: [m, k], both sorted by expert. ends: int32 [experts], the end of each expert's
+    rows.
+    """
     gradients = grouped_product(grad.t(), x, ends)
     starts = F.pad(ends, (1, 0))[:-1]
     has_no_rows = ends == starts
@@ -172,7 +179,11 @@ def _add_weight_gradients(
     x: Tensor,
     ends: Tensor,
 ) -> None:
-    """Add the weight gradients to the main gradients."""
+    """Add the weight gradients of all experts to their main gradients: by one operator or kernel if
+    these lie in one memory at equal distances.
+
+    grad, x, ends: as in `_weight_gradients`.
+    """
     totals: list[Tensor] = []
     first_ones: list[bool] = []
     for weight in weights:

@@ -55,13 +55,14 @@ def add_products_(
 
 
 def computes_the_sums(device: torch.device) -> bool:
-    """Return True if on this device `add_products_` adds what torch's products give, and nothing
-    beside the totals."""
+    """Return True if on this device `add_products_` adds what torch's products give, and writes
+    nothing beside the totals. It is tried on drawn numbers."""
     random = torch.Generator().manual_seed(0)
+    # more than one block of rows, an expert without rows, and sizes that fill no square
     ends = (70, 70, 100)
     n = 136
     k = 72
-    gap = 8
+    gap = 8  # elements between two totals
     grad = torch.randn(100, n, generator=random).bfloat16()
     x = torch.randn(100, k, generator=random).bfloat16()
     flat = torch.randn(3, n * k + gap, generator=random)
@@ -76,8 +77,11 @@ def _adds(
     first: bool,
     device: torch.device,
 ) -> bool:
-    """Return True if the kernel adds products of grad and x to totals, which begin the rows of
-    `flat`, as torch does on a CPU."""
+    """Return True if the kernel adds products of grad and x to totals as torch does on a CPU.
+
+    flat: [experts, n * k and more], each row of which begins with the total of an expert. grad, x,
+    ends and first are those of `add_products_`, on the CPU.
+    """
     n = grad.shape[1]
     k = x.shape[1]
     computed = flat.to(device, copy=True)
@@ -112,7 +116,12 @@ def _add_square(
     side: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Add to one square of the total of one expert."""
+    """Add the products to one square, side x side elements, of the total of one expert.
+
+    The program's first number is that of the square, its second that of the expert. distance:
+    elements from one total to the next. depth: rows that are read at a time. The others are as in
+    `add_products_`.
+    """
     squares_down = tl.cdiv(n, side)
     squares_across = tl.cdiv(k, side)
     square = tl.program_id(0)

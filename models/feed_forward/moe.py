@@ -68,14 +68,16 @@ class Expert(MLP):
         )
 
     def _project_down(self, activated: Tensor) -> Tensor:
+        """Return this rank's partial sum [n, hidden] of the product down, with its part of the
+        bias."""
         output = self._product(activated, self.down)
         if self.down_bias is None:
             return output
         return add_biases(output, [self.down_bias], features=features_of_bias(self.down_bias))
 
     def uses_grouped_products(self, x: Tensor) -> bool:
-        """Return True if the products of several such experts with tokens x are computed as grouped
-        products."""
+        """Return True if the products of several such experts with tokens like x are computed as
+        grouped products (`models.feed_forward.grouped_products`)."""
         inner = self.inner
         down = self.down
         # Grouped products take one dtype for all, and know neither FP8 nor TF32.
@@ -85,6 +87,7 @@ class Expert(MLP):
         return groups_on(x.device, x.dtype, (*inner.weight.shape, *down.weight.shape))
 
     def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+        """Return the product of x with the weight of a layer on this rank, without collectives."""
         return Linear.apply(
             x,
             layer.weight,
@@ -125,7 +128,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_gate = parameter(context, [gate], std, partial=True)
 
     def _make_experts(self, name: str, layer: int) -> None:
-        """Make this rank's experts; of the others, register the FP8 scales."""
+        """Make this rank's experts. If the plan has FP8, register the scales of all others too."""
         config = self.config
         context = self.context
         if context.experts is None:
@@ -139,7 +142,7 @@ class MixtureOfExperts(nn.Module):
             if number in local_numbers:
                 self.experts[str(number)] = Expert(config, local_context, expert_name, layer)
             elif context.plan.fp8 is not None:
-                # Registers the scales, which all ranks of a stage keep alike.
+                # Made and dropped: it registers the scales, which all ranks of a stage keep alike.
                 with torch.device("meta"):
                     Expert(config, remote_context, expert_name, layer)
 
@@ -197,25 +200,31 @@ class MixtureOfExperts(nn.Module):
         weights: Tensor,
         chosen: Tensor,
     ) -> Tensor:
-        """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t,
-        hidden]."""
+        """Return this rank's partial sum, [t, hidden], of the results of each token's experts,
+        multiplied by their weights.
+
+        tokens: [t, hidden]. weights, chosen: of each token's k experts, [t, k]. Collective over the
+        ranks over which experts are spread.
+        """
         counts = count_choices(chosen, self.config.experts)
         # Begun before the rows are sorted, so that the device has work while the host waits.
         wait_for_dispatch = self._start_dispatch(counts)
         experts_per_token = chosen.shape[1]
-        # The t * k pairs of a token and an expert, sorted by expert: pair p is of token p // k. A
-        # stable sort keeps the tokens of an expert in their order.
-        pairs = chosen.flatten().argsort(stable=True)
-        # the inverse of the permutation
-        row_of_pair = pairs.argsort()
+        # There are t * k pairs of a token and an expert; pair p is of token p // k. Sorted by
+        # expert they are rows. A stable sort keeps the tokens of an expert in their order.
+        pair_of_row = chosen.flatten().argsort(stable=True)
+        # the inverse of this permutation
+        row_of_pair = pair_of_row.argsort()
         # Unnamed tensors here and below are freed at once: a name would hold them up to the end.
-        rows = TakeRows.apply(tokens, pairs // experts_per_token, row_of_pair.view(chosen.shape))
+        rows = TakeRows.apply(
+            tokens, pair_of_row // experts_per_token, row_of_pair.view(chosen.shape)
+        )
         if wait_for_dispatch is None:
             results = self._apply_local_experts(rows, counts)
         else:
             # The host waits for the counts here, because messages need sizes.
             results = self._apply_spread_experts(rows, wait_for_dispatch())
-        by_pair = TakeRows.apply(results, row_of_pair, pairs.unsqueeze(1))
+        by_pair = TakeRows.apply(results, row_of_pair, pair_of_row.unsqueeze(1))
         by_token = by_pair.view(*chosen.shape, tokens.shape[1])
         # Summed in the dtype of weights, the sensitive one, and rounded once.
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
@@ -232,14 +241,18 @@ class MixtureOfExperts(nn.Module):
         return Dispatch.start(counts, experts.spread)
 
     def _apply_spread_experts(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        """Map rows that are sorted by expert to the results of experts of any rank."""
+        """Return the results of rows that are sorted by expert: each rank's rows go to the ranks of
+        their experts, and their results come back in the same order. Collective over these ranks.
+
+        dispatch: how many rows go where.
+        """
         received = dispatch.send(rows)
         return dispatch.send_back(self._apply_local_experts(received, dispatch.counts))
 
     def _apply_local_experts(self, rows: Tensor, counts: Tensor | list[int]) -> Tensor:
-        """Map rows that are sorted by expert to the results of this rank's experts.
+        """Return the results of this rank's experts for rows that are sorted by expert.
 
-        counts: the rows of each expert: int64 on the device, or on the host.
+        counts: the number of rows of each expert: int64 on the device, or numbers on the host.
         """
         experts = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
         if experts[0].uses_grouped_products(rows):
@@ -262,9 +275,9 @@ def _apply_grouped(
     rows: Tensor,
     ends: Tensor,
 ) -> Tensor:
-    """Map rows to the results of all experts, in two grouped products.
+    """Return the results of experts for rows that are sorted by expert, in two grouped products.
 
-    ends: int32, the end of each expert's rows.
+    ends: int32 [experts], the end of each expert's rows.
     """
     first = experts[0]
     inner_weights = [expert.inner.weight for expert in experts]
@@ -290,6 +303,12 @@ def _project_down_grouped(
     weights: Sequence[nn.Parameter],
     biases: Sequence[nn.Parameter],
 ) -> Tensor:
+    """Return this rank's partial sums of the experts' products down, with their biases if there are
+    any.
+
+    activated: rows that are sorted by expert. ends: int32 [experts], the end of each expert's rows.
+    queue: for the weight gradients.
+    """
     output = GroupedLinear.apply(activated, ends, queue, *weights)
     if not biases:
         return output
@@ -308,8 +327,8 @@ def count_choices(chosen: Tensor, experts: int) -> Tensor:
 class TakeRows(torch.autograd.Function):
     """x[index]: [n, h] -> [m, h].
 
-    taken_as: [n, k], the rows of the result that come from each row of x, so that the gradient is
-        summed in a fixed order.
+    taken_as: [n, k], the rows of the result that come from each row of x: the gradient of that row
+        is the sum of theirs, in this order.
     """
 
     @staticmethod

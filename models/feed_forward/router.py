@@ -107,7 +107,7 @@ class Router(nn.Module):
             weights = self._attach_losses(weights, *losses, microbatch)
         if self.correction is not None:
             weights = WithLoads.apply(weights, self.correction, chosen)
-        # All ranks of tp route the same tokens.
+        # all ranks of tp route the same tokens, so one of them counts
         if self.context.tp.rank == 0:
             is_first_of_cp = self.context.cp.rank == 0
             sums = sum_router(probabilities, chosen, losses, counts_samples=is_first_of_cp)
@@ -121,7 +121,11 @@ class Router(nn.Module):
         z_loss: Tensor,
         microbatch: MicrobatchInfo,
     ) -> Tensor:
-        """Return `weights`, whose backward pass also starts that of the router's losses [b]."""
+        """Return `weights`, whose backward pass also starts that of the router's losses.
+
+        balance_loss, z_loss: of each sample, [b]. Raises ValueError if the micro-batch has no
+        weight.
+        """
         if microbatch.weight is None:
             raise ValueError(
                 "a router's losses need microbatch.weight: "
@@ -129,8 +133,9 @@ class Router(nn.Module):
             )
         config = self.config
         losses = config.router_aux_loss * balance_loss + config.router_z_loss * z_loss
-        # Every rank of tp has the whole loss, and their gradients are summed.
-        return WithLoss.apply(weights, losses.sum(), microbatch.weight / self.context.tp.size)
+        # Every rank of tp has the whole loss, and the ranks' gradients are summed.
+        weight_on_rank = microbatch.weight / self.context.tp.size
+        return WithLoss.apply(weights, losses.sum(), weight_on_rank)
 
 
 def _make_correction(
@@ -138,8 +143,8 @@ def _make_correction(
     context: Context,
     name: str,
 ) -> nn.Parameter:
-    """Return the correction of the choice: zeros [experts] in the sensitive dtype, the same on all
-    ranks."""
+    """Return the parameter that corrects the choice of experts: zeros [experts] in the sensitive
+    dtype, the same on all ranks. The optimizer moves it by the loads of experts."""
     # wide: a step moves it by less than half precision can tell apart
     values = torch.zeros(config.experts, dtype=context.plan.sensitive)
     # NaN until other values are loaded, as of every parameter.
@@ -156,13 +161,13 @@ def router_losses(
     chosen: Tensor,
     cp: Axis,
 ) -> tuple[Tensor, Tensor]:
-    """Return the balance and the z-loss of each sample, without their weights: [b] each.
+    """Return the balance loss and the z-loss of each sample, without their weights: [b] each.
 
     logits, probabilities: [s, b, experts].
     chosen: [s, b, k].
     cp: the ranks that share each sample. All of them return the same. Collective over it.
     """
-    # One of the two factors is a count, so the gradient flows through the probabilities alone.
+    # 1 for chosen experts: counts have no gradient, so that flows through the probabilities alone
     is_chosen = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
     choice_fractions = mean_of_sequence(is_chosen, cp) / config.experts_per_token
     mean_probabilities = mean_of_sequence(probabilities, cp)
@@ -237,12 +242,13 @@ def choose_experts(
     correction: Tensor | None,
     per_token: int,
 ) -> Tensor:
-    """Return the indices of the chosen experts, int64 [..., per_token].
+    """Return the indices of the chosen experts, int64 [..., per_token]: those with the highest
+    scores after the correction, of the best groups if the settings limit the choice to these.
 
     scores: [..., experts].
     correction: [experts], or None.
     """
-    # The choice itself has no gradient; the weights of what is chosen have one.
+    # the choice itself has no gradient; the weights of what is chosen have one
     with torch.no_grad():
         ranked = scores if correction is None else scores + correction
         if settings.limits:
@@ -255,7 +261,8 @@ def choose_experts(
 def experts_of_best_groups(settings: RouterSettings, ranked: Tensor) -> Tensor:
     """Return bool [..., experts], True for the experts of the best groups.
 
-    ranked: [..., experts], by which the experts are compared.
+    A group is as good as the sum of its `group_best` best experts.
+    ranked: [..., experts], the numbers by which experts are compared.
     """
     by_group = ranked.unflatten(-1, (settings.groups, -1))
     group_scores = by_group.topk(settings.group_best, -1).values.sum(-1)

@@ -37,8 +37,8 @@ class RouterSums(NamedTuple):
 
     @staticmethod
     def unpacked(packed: Tensor) -> "RouterSums":
-        """Return the sums as views of one tensor, [..., 2 * experts + 3]; leading dimensions
-        stay."""
+        """Return the sums that lie one after the other in a tensor [..., 2 * experts + 3], as views
+        of it; leading dimensions stay."""
         experts = (packed.shape[-1] - NUM_SCALARS) // 2
         lengths = (experts, experts, NUM_SCALARS)
         choices, probabilities, scalars = packed.split(lengths, -1)
@@ -69,8 +69,9 @@ class RouterTally:
         self.sums = packed.clone() if self.sums is None else self.sums.add_(packed)
 
     def count(self, weights: Tensor, packed: Tensor) -> Tensor:
-        """Return `weights`, whose backward pass adds the packed sums of a micro-batch."""
-        # Nothing before a frozen router is trained: there is no backward pass, and no recomputation
+        """Return `weights`, whose backward pass adds the packed sums of a micro-batch to the
+        tally."""
+        # Without a gradient there is no backward pass, and no recomputation that would count twice.
         if not weights.requires_grad:
             self.add(packed)
             return weights
@@ -84,7 +85,8 @@ def sum_router(
     losses: tuple[Tensor, Tensor] | None,
     counts_samples: bool,
 ) -> Tensor:
-    """Return the packed sums of a micro-batch, rounded to multiples of UNIT.
+    """Return the packed sums of a micro-batch, float64 [2 * experts + 3], rounded to multiples of
+    UNIT.
 
     probabilities: [s, b, experts].
     chosen: int64 [s, b, k].

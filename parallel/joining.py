@@ -93,14 +93,9 @@ def _decide_outcome(
 
     The arguments are those of `join`; size: the number of ranks.
     """
+    alone_line = lone_task(environment)
     ends_alone = waits_for_a_person(environment, _reads_a_terminal())
-    problem = _wait_for_ranks(
-        store,
-        size,
-        seconds,
-        alone_line=lone_task(environment),
-        ends_alone=ends_alone,
-    )
+    problem = _wait_for_ranks(store, size, seconds, alone_line, ends_alone)
     if problem:
         return problem
     seats = _read_seats(store, range(size))

@@ -104,7 +104,8 @@ class DeltaInputs:
 
 
 def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the outputs [b, n, s, v] and the last state [b, n, d, v], token by token.
+    """Return the outputs [b, n, s, v] and the last state [b, n, d, v] of the recurrence above,
+    computed token by token.
 
     state: the one before the first token; None: zeros.
     """
@@ -130,8 +131,10 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
 def chunked(
     inputs: DeltaInputs, state: Tensor | None = None, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Return what `recurrent` does, chunk by chunk.
+    """Return what `recurrent` does, computed chunk by chunk, with the names of the module's
+    docstring in comments.
 
+    state: the one before the first token; None: zeros.
     chunk: tokens of a chunk, of which the last one may have fewer; a power of two if rows have
         decays of their own.
     """

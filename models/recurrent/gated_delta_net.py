@@ -106,7 +106,9 @@ class GatedDeltaNet(RecurrentMixer):
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what is convolved, gate, strength and decay as projected, [s, b, features]
         each."""
-        widths = [sum(self.convolved_widths), *self.local_widths[3:]]
+        # the first three matrices, of queries, keys and values, are convolved
+        _, _, _, *other_widths = self.local_widths
+        widths = [sum(self.convolved_widths), *other_widths]
         mixed, gate, strength, decay = projected.split(widths, -1)
         return mixed, gate, strength, decay
 
@@ -138,16 +140,19 @@ class GatedDeltaNet(RecurrentMixer):
         return gated.to(self.context.plan.compute)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key [b, n, s, d] and value [b, n, s, v] of n heads of values; queries and
-        keys of length 1, queries then scaled. Arguments: features [s, b, ...]."""
+        """Return query and key [b, n, s, d], of length 1 but for the scale 1 / sqrt(d) of queries,
+        and value [b, n, s, v], for each of n heads of values.
+
+        query, key, value: features [s, b, ...].
+        """
         sizes = self.config.delta_net
         queries = _unit(heads_of(query, sizes.key_dim)) * sizes.key_dim**-0.5
         keys = _unit(heads_of(key, sizes.key_dim))
         values = heads_of(value, sizes.value_dim)
-        # A head of keys serves several heads of values in a row.
-        group = values.shape[1] // keys.shape[1]
-        queries = queries.repeat_interleave(group, 1)
-        keys = keys.repeat_interleave(group, 1)
+        # a head of keys serves several heads of values in a row
+        group_size = values.shape[1] // keys.shape[1]
+        queries = queries.repeat_interleave(group_size, 1)
+        keys = keys.repeat_interleave(group_size, 1)
         return queries, keys, values
 
     def _log_decay(self, decay: Tensor) -> Tensor:

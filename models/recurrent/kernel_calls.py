@@ -30,9 +30,11 @@ MAMBA_CHUNK = 128
 def delta_rule(
     kernel: Callable[..., Any], inputs: DeltaInputs, state: Tensor | None, products: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `models.recurrent.delta_rule.chunked` does, by flash-linear-attention.
+    """Return what `models.recurrent.delta_rule.chunked` does, outputs [b, n, s, v] and the last
+    state, by a kernel of flash-linear-attention.
 
-    The last state is None if there are documents: after these nothing goes on.
+    state: the one before the first token; None: zeros. products: the dtype of products.
+    The last state is None if there are documents: no text continues then.
     """
     # [b, n, s, ...] -> [b, s, n, ...]
     query = inputs.query.transpose(1, 2).to(products)
@@ -43,7 +45,7 @@ def delta_rule(
     starts = document_starts(inputs)
     samples, length = query.shape[:2]
     tensors = [query, key, value, log_decay, strength]
-    # Documents are sequences of their own in samples laid end to end: [1, b * s, n, ...].
+    # The kernel takes documents as sequences that lie end to end: [1, b * s, n, ...].
     if starts is not None:
         tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
     outputs, last = kernel(
@@ -58,8 +60,9 @@ def delta_rule(
 
 
 def document_starts(inputs: DeltaInputs) -> Tensor | None:
-    """Return where documents begin in samples laid end to end, and where the last one ends: int32
-    [documents + 1]; None if there are none. Waits for the GPU if the inputs do not say it."""
+    """Return where documents begin in the samples laid end to end, and where the last one ends:
+    int32 [documents + 1]; None if attention is not restricted to documents. The host waits for the
+    GPU unless the inputs have them."""
     if inputs.begins is None or inputs.starts is not None:
         return inputs.starts
     begins = inputs.begins.clone()
@@ -74,8 +77,11 @@ def state_space(
     state: Tensor | None,
     products: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `models.recurrent.state_space.chunked` does, by mamba-ssm, whose states are
-    transposed."""
+    """Return what `models.recurrent.state_space.chunked` does, outputs [b, n, s, v] and the last
+    state, by a kernel of mamba-ssm, whose states are transposed.
+
+    state: the one before the first token; None: zeros. products: the dtype of products.
+    """
     # [b, n, s, ...] -> [b, s, n, ...]
     outputs, last = kernel(
         inputs.value.transpose(1, 2).to(products),
@@ -99,8 +105,10 @@ def convolution(
     before: Tensor | None,
     begins: Tensor | None,
 ) -> Tensor:
-    """Return SiLU of what `models.recurrent.short_convolution` does, by causal-conv1d.
+    """Return SiLU of what `models.recurrent.short_convolution` does, [s, b, features], by a kernel
+    of causal-conv1d.
 
+    x, weight, bias, before: as there.
     begins: bool [b, s], True where a document begins; None: nowhere. Beside it `before` is None:
         there are no tokens before those of documents.
     """

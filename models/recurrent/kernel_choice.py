@@ -133,13 +133,13 @@ class KernelChoice(NamedTuple):
 
 
 def choose(package: Package, setting: KernelSetting, refusal: str = "") -> KernelChoice:
-    """Return what computes the package's part of a layer.
+    """Return what computes the package's part of a layer: its kernel, or plain torch.
 
     refusal: the reason why the package does not take this call; "" if it does.
     """
     if reason := _objection(setting) or refusal:
         return _plain(reason)
-    # What is installed there is not known here.
+    # meta stands for a GPU of another machine, of which it is not known what is installed
     if setting.device == "meta":
         return KernelChoice(None, f"{package.name} where it is installed, else plain torch")
     return find(package)
@@ -164,7 +164,8 @@ def _plain(reason: str) -> KernelChoice:
 
 @cache
 def find(package: Package) -> KernelChoice:
-    """Return the kernel of an installed package, or plain torch if there is none."""
+    """Return the kernel of an installed package; plain torch, with the reason, if it is not
+    installed, cannot be imported or is too old."""
     top_module = package.module.partition(".")[0]
     if find_spec(top_module) is None:
         return _plain(f"{package.name} is not installed")
@@ -201,22 +202,25 @@ def uses(model: ModelConfig, ranks: int) -> list[Use]:
 
     ranks: those that share the heads of a layer: of tp, and of cp if sequences are cut.
     """
-    found: list[Use] = []
-    if rule := model.delta_net:
-        keys = 2 * rule.key_width // min(ranks, rule.key_heads)
-        features = keys + rule.value_width // ranks
-        sizes = (rule.value_heads // ranks, rule.key_dim, rule.value_dim)
-        package = ROW_DECAY_RULE if rule.gate_rank else DELTA_RULE
-        found.append(Use(package, delta_rule_refusal(rule.key_dim), sizes))
-        found.append(_convolution_use(features, rule.kernel))
-    if scan := model.mamba:
-        group_ranks = min(ranks, scan.groups)
-        groups = scan.groups // group_ranks
-        sizes = (groups, scan.heads // ranks, scan.state_dim, scan.head_dim)
-        features = scan.width // ranks + 2 * scan.key_width // group_ranks
-        found.append(Use(STATE_SPACE, "", sizes))
-        found.append(_convolution_use(features, scan.kernel))
-    return found
+    packages: list[Use] = []
+    if delta := model.delta_net:
+        # heads of keys that are fewer than ranks are held by several ranks each
+        key_ranks = min(ranks, delta.key_heads)
+        queries_and_keys = 2 * delta.key_width // key_ranks
+        features = queries_and_keys + delta.value_width // ranks
+        sizes = (delta.value_heads // ranks, delta.key_dim, delta.value_dim)
+        package = ROW_DECAY_RULE if delta.gate_rank else DELTA_RULE
+        packages.append(Use(package, delta_rule_refusal(delta.key_dim), sizes))
+        packages.append(_convolution_use(features, delta.kernel))
+    if mamba := model.mamba:
+        group_ranks = min(ranks, mamba.groups)
+        groups = mamba.groups // group_ranks
+        sizes = (groups, mamba.heads // ranks, mamba.state_dim, mamba.head_dim)
+        queries_and_keys = 2 * mamba.key_width // group_ranks
+        features = mamba.width // ranks + queries_and_keys
+        packages.append(Use(STATE_SPACE, "", sizes))
+        packages.append(_convolution_use(features, mamba.kernel))
+    return packages
 
 
 def _convolution_use(features: int, tokens: int) -> Use:
@@ -231,10 +235,11 @@ def refused_kernels(
     world: Axis,
     device: torch.device,
 ) -> dict[str, str]:
-    """Try the kernels that the layers of a model would take, and return why one is not to be taken
-    by any rank, by the name of its package: it is wrong on a rank, fails there, or is not there.
+    """Try the kernels that the layers of a model would take. Return the packages whose kernels are
+    not to be taken by any rank, each with the reason: it is wrong on a rank, fails there, or is not
+    installed there.
 
-    Collective over the world. ranks: those that share the heads of a layer. tokens: of a sequence.
+    ranks: those that share the heads of a layer. tokens: of a sequence. Collective over the world.
     """
     uses_of_layers = uses(model, ranks)
     if not uses_of_layers or setting.device == "meta" or _objection(setting):
@@ -245,9 +250,10 @@ def refused_kernels(
             continue
         kernel, name = choose(package, setting)
         if kernel is None:
+            # the reason in "plain torch (reason)"
             own_reasons[package.name] = name.removeprefix("plain torch (").removesuffix(")")
             continue
-        # gradients too, in whatever mode the engine is built
+        # gradients are tried too, whatever mode the engine is built in
         with torch.inference_mode(False), torch.enable_grad():
             fault = package.trial(kernel, sizes, tokens, setting.products)
         if fault:
@@ -258,10 +264,10 @@ def refused_kernels(
 def describe(
     model: ModelConfig, ranks: int, setting: KernelSetting, refused: Mapping[str, str]
 ) -> list[str]:
-    """Return what computes the parts of the layers of a model that have a recurrent state; none if
-    no layer has one.
+    """Return a line for each part of the layers with a recurrent state, with what computes it; none
+    if no layer has such a state.
 
-    ranks: those that share the heads of a layer. refused: what `refused_kernels` has found.
+    ranks: those that share the heads of a layer. refused: the result of `refused_kernels`.
     """
     lines: list[str] = []
     for package, refusal, _ in uses(model, ranks):

@@ -6,6 +6,10 @@ delta rule on GPUs like the H100 (issue 640 of fla-org/flash-linear-attention), 
 failures and NaNs on GPUs like the B200 (issues 607 and 913 of the same).
 
 Not tried are documents, and a state before the first token.
+
+A kernel is called by a function of `models.recurrent.kernel_calls`. Each function named `..._fault`
+draws the inputs of one package's kernel by name, and gives two functions of these inputs to
+`_difference`: `plain`, which computes in plain torch, and `by_kernel`.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,8 +50,9 @@ def delta_rule_fault(
     """
     heads, _, _ = sizes
     drawn = _drawn_tokens(sizes, tokens)
-    of_heads = (SAMPLES, heads, min(tokens, MOST_TOKENS))
-    drawn["log_decay"] = -_rates(heads).unsqueeze(-1) * _drawn(of_heads, 3).sigmoid()
+    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS))  # of a number for each head and token
+    rates = _rates(heads).unsqueeze(-1)
+    drawn["log_decay"] = -rates * _drawn(shape, seed=3).sigmoid()
     return _delta_rule_difference(kernel, drawn, products)
 
 
@@ -58,34 +63,43 @@ def row_decay_rule_fault(
     right. sizes: as in `delta_rule_fault`."""
     heads, key_dim, _ = sizes
     drawn = _drawn_tokens(sizes, tokens)
-    of_rows = (SAMPLES, heads, min(tokens, MOST_TOKENS), key_dim)
-    drawn["log_decay"] = -_rates(heads)[:, None, None] * _drawn(of_rows, 3).sigmoid()
+    # of a number for each head, token and row of a state
+    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS), key_dim)
+    rates = _rates(heads)[:, None, None]
+    drawn["log_decay"] = -rates * _drawn(shape, seed=3).sigmoid()
     return _delta_rule_difference(kernel, drawn, products)
 
 
 def _drawn_tokens(sizes: tuple[int, ...], tokens: int) -> dict[str, Tensor]:
-    """Return drawn queries, keys, values and strengths of the gated delta rule; seed 3 is that of
-    the decays, which the callers add."""
+    """Return drawn queries and keys of length 1, values and strengths of the gated delta rule, as
+    `DeltaInputs` names them. Seed 3 is left to the decays, which the callers add."""
     heads, key_dim, value_dim = sizes
-    of_heads = (SAMPLES, heads, min(tokens, MOST_TOKENS))
+    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS))
+    query = _drawn((*shape, key_dim), seed=0)
+    key = _drawn((*shape, key_dim), seed=1)
     return {
-        "query": F.normalize(_drawn((*of_heads, key_dim), 0), dim=-1),
-        "key": F.normalize(_drawn((*of_heads, key_dim), 1), dim=-1),
-        "value": _drawn((*of_heads, value_dim), 2),
-        "strength": _drawn(of_heads, 4).sigmoid(),
+        "query": F.normalize(query, dim=-1),
+        "key": F.normalize(key, dim=-1),
+        "value": _drawn((*shape, value_dim), seed=2),
+        "strength": _drawn(shape, seed=4).sigmoid(),
     }
 
 
 def _delta_rule_difference(
     kernel: Callable[..., Any], drawn: Mapping[str, Tensor], products: torch.dtype
 ) -> str:
-    """Return how a kernel of the gated delta rule differs, as `_difference` does."""
+    """Return how a kernel of the gated delta rule differs from plain torch, as `_difference` does.
+
+    drawn: the inputs, as `DeltaInputs` names them.
+    """
 
     def plain(**inputs: Tensor) -> Tensor:
-        return delta_rule.chunked(DeltaInputs(**inputs))[0]
+        outputs, _ = delta_rule.chunked(DeltaInputs(**inputs))
+        return outputs
 
     def by_kernel(**inputs: Tensor) -> Tensor:
-        return kernel_calls.delta_rule(kernel, DeltaInputs(**inputs), None, products)[0]
+        outputs, _ = kernel_calls.delta_rule(kernel, DeltaInputs(**inputs), None, products)
+        return outputs
 
     return _difference(by_kernel, plain, drawn, products)
 
@@ -99,20 +113,22 @@ def state_space_fault(
     """
     groups, heads, key_dim, value_dim = sizes
     length = min(tokens, MOST_TOKENS)
-    of_groups = (SAMPLES, groups, length, key_dim)
+    key_shape = (SAMPLES, groups, length, key_dim)
     drawn = {
-        "query": _drawn(of_groups, 0),
-        "key": _drawn(of_groups, 1),
-        "value": _drawn((SAMPLES, heads, length, value_dim), 2),
-        "step": _drawn((SAMPLES, heads, length), 3).sigmoid(),
+        "query": _drawn(key_shape, seed=0),
+        "key": _drawn(key_shape, seed=1),
+        "value": _drawn((SAMPLES, heads, length, value_dim), seed=2),
+        "step": _drawn((SAMPLES, heads, length), seed=3).sigmoid(),
         "rate": _rates(heads),
     }
 
     def plain(**inputs: Tensor) -> Tensor:
-        return state_space.chunked(StateSpaceInputs(**inputs))[0]
+        outputs, _ = state_space.chunked(StateSpaceInputs(**inputs))
+        return outputs
 
     def by_kernel(**inputs: Tensor) -> Tensor:
-        return kernel_calls.state_space(kernel, StateSpaceInputs(**inputs), None, products)[0]
+        outputs, _ = kernel_calls.state_space(kernel, StateSpaceInputs(**inputs), None, products)
+        return outputs
 
     return _difference(by_kernel, plain, drawn, products)
 
@@ -126,8 +142,8 @@ def convolution_fault(
     """
     features, tokens_seen = sizes
     drawn = {
-        "x": _drawn((min(tokens, MOST_TOKENS), SAMPLES, features), 0),
-        "weight": _drawn((features, tokens_seen), 1),
+        "x": _drawn((min(tokens, MOST_TOKENS), SAMPLES, features), seed=0),
+        "weight": _drawn((features, tokens_seen), seed=1),
     }
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -145,7 +161,7 @@ def _rates(heads: int) -> Tensor:
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return random numbers in float64."""
+    """Return normally distributed numbers in float64, the same for the same seed."""
     # drawn on the CPU: the same numbers on every device, and no state of a generator is changed
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE)
@@ -163,11 +179,11 @@ def _difference(
     drawn: the inputs of both, in float64. They are rounded to the dtype of products first.
     """
     rounded = {name: x.to(products) for name, x in drawn.items()}
-    expected = _results(plain, {name: x.double() for name, x in rounded.items()})
+    exact = _results(plain, {name: x.double() for name, x in rounded.items()})
     try:
-        found = _results(by_kernel, {name: x.float() for name, x in rounded.items()})
+        computed = _results(by_kernel, {name: x.float() for name, x in rounded.items()})
         # A kernel that has failed may be seen here: numbers are waited for.
-        errors = {name: _relative_error(found[name], exact) for name, exact in expected.items()}
+        errors = {name: _relative_error(computed[name], result) for name, result in exact.items()}
     # Triton and compiled extensions raise errors of many kinds.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -186,14 +202,13 @@ def _relative_error(computed: Tensor, exact: Tensor) -> float:
 
 
 def _results(function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the outputs of a function, and the gradients of its inputs for a drawn gradient of the
-    outputs, by name."""
+    """Return the outputs of a function, under "outputs", and the gradient of each of its inputs for
+    a drawn gradient of the outputs, under "the gradient of NAME"."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)
-    grad = _drawn(tuple(outputs.shape), 9).to(outputs.dtype)
+    grad = _drawn(tuple(outputs.shape), seed=9).to(outputs.dtype)
     gradients = torch.autograd.grad(outputs, [*leaves.values()], grad)
-    by_name = dict(zip(leaves, gradients, strict=True))
-    return {
-        "outputs": outputs.detach(),
-        **{f"the gradient of {name}": gradient for name, gradient in by_name.items()},
-    }
+    results = {"outputs": outputs.detach()}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        results[f"the gradient of {name}"] = gradient
+    return results

@@ -99,6 +99,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         return torch.cat((heads, gate, decay), -1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what is convolved, gate, strength and decay as projected, [s, b, features] each,
+        which lie in another order here."""
         sizes = self.config.delta_net
         ranks = self.context.tp.size
         widths = [

@@ -75,17 +75,22 @@ class MambaMixer(RecurrentMixer):
         self.output = self._make_output(sizes.width, layer)
 
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
+        """Convolve, apply the recurrence, add the skip, gate and normalize, as the base class asks.
+        Collective over cp."""
         sensitive = self.context.plan.sensitive
         gate_width, *_, step_width = self.local_widths
         widths = [gate_width, sum(self.convolved_widths), step_width]
         gate, mixed, step = projected.split(widths, -1)  # [s, b, ...]
         gate = gate.to(sensitive)
-        mixed, step = self._exchange_for_tokens(mixed, [step], self.skip.numel())
+        # from here on all tokens, of the heads that this rank of cp computes
+        num_heads = self.skip.numel()
+        mixed, step = self._exchange_for_tokens(mixed, [step], num_heads)
         begins = begins_of(documents)
         inputs = self._inputs(mixed.to(sensitive), step.to(sensitive), begins)
         read = self._apply_rule(inputs)  # [b, n, s, v]
         skip = self._of_own_heads(self.skip, sensitive)[:, None, None]  # [n, 1, 1]
         outputs = read + skip * inputs.value
+        # back to the tokens of this rank, of all its heads
         heads = self._exchange_back(outputs.permute(2, 0, 1, 3))  # [s, b, n, v]
         features = heads.flatten(2)  # [s, b, n * v]
         gated = features * F.silu(gate)

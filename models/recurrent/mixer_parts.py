@@ -76,7 +76,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.local_widths = [
             matrix.rows // share for matrix, share in zip(stack, shares, strict=True)
         ]
-        # Of what is convolved: features, and heads, of this rank of tp.
+        # the features, and the heads, that this rank of tp has of each matrix that is convolved
         self.convolved_widths: list[int] = []
         self.convolved_heads: list[int] = []
         for matrix, count in zip(convolved, heads, strict=True):
@@ -90,9 +90,10 @@ class RecurrentMixer(nn.Module, ABC):
             convolution = f"{matrix.name}_convolution"
             kernel_shape = (matrix.rows, kernel)
             bias_shape = (matrix.rows,)
-            cut = (0, context.tp, matrix.shards)
-            kernels.append(Part.cut(f"{convolution}.weight", kernel_shape, *cut))
-            biases.append(Part.cut(f"{convolution}.bias", bias_shape, *cut))
+            tp = context.tp
+            shards = matrix.shards
+            kernels.append(Part.cut(f"{convolution}.weight", kernel_shape, 0, tp, shards))
+            biases.append(Part.cut(f"{convolution}.bias", bias_shape, 0, tp, shards))
         # partial: ranks that hold the same heads of keys have gradients of their own values
         self.convolution = parameter(context, kernels, std, partial=True)
         self.convolution_bias = parameter(context, biases, 0.0, partial=True) if biased else None
@@ -149,61 +150,77 @@ class RecurrentMixer(nn.Module, ABC):
     def _exchange_for_tokens(
         self, mixed: Tensor, others: Sequence[Tensor], heads: int
     ) -> list[Tensor]:
-        """Return what is convolved, and others, of all tokens of the heads that this rank computes:
-        [whole s, b, features] each.
+        """Return `mixed` and `others` with all tokens of the heads that this rank computes, [whole
+        s, b, features] each, in exchange for its own tokens of the other ranks' heads.
 
         mixed: [own s, b, features], what is convolved.
-        others: [own s, b, features], each of so many heads.
-        Collective over cp.
+        others: [own s, b, features] each, of `heads` heads.
+        Collective over cp. Without context parallelism the arguments are returned.
         """
         cp = self.context.cp
         if cp.size == 1:
             return [mixed, *others]
-        parts = zip(mixed.split(self.convolved_widths, -1), self.convolved_heads, strict=True)
-        of_ranks = [by_rank(part, count, cp.size) for part, count in parts]
-        of_ranks = [torch.cat(of_ranks, -1), *(by_rank(x, heads, cp.size) for x in others)]
-        widths = [part.shape[-1] for part in of_ranks]
-        together = exchange_for_tokens(torch.cat(of_ranks, -1), cp)
-        return [*together.split(widths, -1)]
+        # features by the rank that computes their heads, [own s, b, ranks, features]
+        parts = mixed.split(self.convolved_widths, -1)
+        mixed_by_rank = [
+            by_rank(part, part_heads, cp.size)
+            for part, part_heads in zip(parts, self.convolved_heads, strict=True)
+        ]
+        others_by_rank = [by_rank(x, heads, cp.size) for x in others]
+        to_exchange = [torch.cat(mixed_by_rank, -1), *others_by_rank]
+        widths = [features.shape[-1] for features in to_exchange]
+        # one message for all of them
+        exchanged = exchange_for_tokens(torch.cat(to_exchange, -1), cp)
+        return [*exchanged.split(widths, -1)]
 
     def _own_convolved_widths(self) -> list[int]:
-        """Return the features of each part of what is convolved, of the heads that this rank
-        computes."""
-        size = self.context.cp.size
+        """Return the number of features of each matrix that is convolved, of the heads that this
+        rank of cp computes."""
+        ranks = self.context.cp.size
         widths: list[int] = []
         for width, heads in zip(self.convolved_widths, self.convolved_heads, strict=True):
-            # as many heads as ranks, if there are fewer
-            widths.append(max(width // size, width // heads))
+            # at least those of one head, which several ranks compute if heads are fewer than ranks
+            width_of_head = width // heads
+            widths.append(max(width // ranks, width_of_head))
         return widths
 
     def _own_part(self, vector: Tensor, heads: int) -> Tensor:
-        """Return the part of a weight [features, ...] of so many heads that belongs to the heads
-        which this rank computes."""
+        """Return the part of a weight that belongs to the heads which this rank of cp computes.
+
+        vector: [features, ...], of `heads` heads.
+        """
         cp = self.context.cp
         if cp.size == 1:
             return vector
-        of_ranks = by_rank(vector.movedim(0, -1), heads, cp.size)
-        return of_ranks[..., cp.rank, :].movedim(-1, 0)
+        weights_by_rank = by_rank(vector.movedim(0, -1), heads, cp.size)  # [..., ranks, features]
+        return weights_by_rank[..., cp.rank, :].movedim(-1, 0)
 
     def _own_convolution(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight of the convolution, [features, ...], of the heads that this
-        rank computes."""
+        """Return the rows of a weight of the convolution that belong to the heads which this rank
+        of cp computes. weight: [features, ...], of all that is convolved."""
         if self.context.cp.size == 1:
             return weight
         parts = zip(weight.split(self.convolved_widths), self.convolved_heads, strict=True)
         return torch.cat([self._own_part(part, heads) for part, heads in parts])
 
     def _exchange_back(self, heads: Tensor) -> Tensor:
-        """Return own tokens of all heads, [own s, b, n, v], of all tokens of the heads that this
-        rank computes, [whole s, b, own n, v]. Collective over cp."""
+        """Return this rank's own tokens of all heads, [own s, b, n, v].
+
+        heads: all tokens of the heads that this rank computes, [whole s, b, own n, v]. Collective
+        over cp.
+        """
         cp = self.context.cp
         if cp.size == 1:
             return heads
-        of_ranks = exchange_for_features(heads.flatten(2), cp)  # [own s, b, ranks, own n * v]
-        return of_ranks.flatten(2).unflatten(-1, (-1, heads.shape[-1]))
+        width = heads.shape[-1]
+        by_rank_of_head = exchange_for_features(
+            heads.flatten(2), cp
+        )  # [own s, b, ranks, own n * v]
+        return by_rank_of_head.flatten(2).unflatten(-1, (-1, width))
 
     def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
-        """Return SiLU of the convolution of features [s, b, features].
+        """Return SiLU of the convolution of `mixed` [s, b, features], features of the heads that
+        this rank computes, by the kernel that there is.
 
         begins: bool [b, s], True where a document begins; None: nowhere.
         """
@@ -221,7 +238,8 @@ class RecurrentMixer(nn.Module, ABC):
         return F.silu(short_convolution(mixed, weight, before, begins, bias))
 
     def _tokens_before(self, mixed: Tensor) -> Tensor | None:
-        """Return the tokens before those that are convolved; None: there are none."""
+        """Return the tokens before those that are convolved, [kernel - 1, b, features]; None: there
+        are none, so that zeros count. A subclass that continues texts keeps them."""
         return None
 
     def _choose(self, package: Package, x: Tensor, refusal: str = "") -> KernelChoice:
@@ -237,11 +255,11 @@ class RecurrentMixer(nn.Module, ABC):
 
 
 def by_rank(features: Tensor, heads: int, ranks: int) -> Tensor:
-    """Return features [..., heads * width] as those of the heads of each of so many ranks, [...,
-    ranks, features]. Where there are fewer heads than ranks, neighbours have the same one."""
+    """Return features [..., heads * width] by the rank that computes their heads: [..., ranks,
+    features of its heads]. Where there are fewer heads than ranks, neighbours have the same one."""
     if heads < ranks:
-        of_heads = features.unflatten(-1, (heads, -1))
-        features = of_heads.repeat_interleave(ranks // heads, -2).flatten(-2)
+        by_head = features.unflatten(-1, (heads, -1))
+        features = by_head.repeat_interleave(ranks // heads, -2).flatten(-2)
     return features.unflatten(-1, (ranks, -1))
 
 

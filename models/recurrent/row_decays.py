@@ -73,19 +73,19 @@ class RowDecays:
 
         later, earlier: l and e, [b, n, chunks, C, d].
         """
-        # Of runs of one token nothing decays.
+        # A(t, t), the squares of runs of one token, in which nothing decays
         squares = (later * earlier).sum(-1)[..., None, None]  # [b, n, chunks, C, 1, 1]
         chunk = later.shape[-2]
         half = 1
         while half < chunk:
-            # [b, n, chunks, C / (2 half), half, d] each
+            # each run of 2 half tokens in halves: [b, n, chunks, C / (2 half), half, d]
             first_decays, second_decays = _halves(self.log_decay, half)
             _, later_half = _halves(later, half)
             earlier_half, _ = _halves(earlier, half)
             to_middle = _sums_of_later(first_decays).exp()  # w(m, s)
             from_middle = running_sums(second_decays, -2).exp()  # w(t, m)
             below_left = (from_middle * later_half) @ (to_middle * earlier_half).mT
-            first_squares = squares[..., 0::2, :, :]
+            first_squares = squares[..., 0::2, :, :]  # of the first halves
             second_squares = squares[..., 1::2, :, :]
             above = F.pad(first_squares, (0, half))  # with zeros on the right
             below = torch.cat((below_left, second_squares), -1)

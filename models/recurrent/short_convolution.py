@@ -43,9 +43,12 @@ def short_convolution(
 
 
 def _is_beyond(begins: Tensor, distance: int) -> Tensor:
-    """Return bool [s, b, 1]: True where a document has begun within the last `distance` tokens, so
-    that the token `distance` tokens before is of another one. begins: bool [b, s], True where a
-    document begins."""
-    begun = begins.cumsum(1)
-    before = F.pad(begun, (distance, 0))[:, : begun.shape[1]]
-    return (begun > before).t().unsqueeze(-1)
+    """Return bool [s, b, 1]: True for a token if the one `distance` tokens before it is of another
+    document, because one has begun since.
+
+    begins: bool [b, s], True where a document begins.
+    """
+    num_begun = begins.cumsum(1)  # documents that have begun up to each token
+    num_begun_before = F.pad(num_begun, (distance, 0))[:, : num_begun.shape[1]]
+    has_begun_since = num_begun > num_begun_before
+    return has_begun_since.t().unsqueeze(-1)

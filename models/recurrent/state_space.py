@@ -75,7 +75,8 @@ class StateSpaceInputs:
 
 
 def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the outputs [b, n, s, v] and the last state [b, n, d, v], token by token.
+    """Return the outputs [b, n, s, v] and the last state [b, n, d, v] of the recurrence above,
+    computed token by token.
 
     state: the one before the first token; None: zeros.
     """
@@ -100,8 +101,9 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
 def chunked(
     inputs: StateSpaceInputs, state: Tensor | None = None, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Return what `recurrent` does, chunk by chunk.
+    """Return what `recurrent` does, computed chunk by chunk.
 
+    state: the one before the first token; None: zeros.
     chunk: tokens of a chunk, of which the last one may have fewer.
     """
     query = in_chunks(inputs.query, chunk)  # [b, groups, chunks, C, d]

@@ -30,7 +30,7 @@ _NOT_WITH_PATTERNS = (*_NOT_WITH_RECURRENCE, "latent", "delta_net", "dense_layer
 
 @dataclass(frozen=True)
 class Beside:
-    """What a key needs of others if it is on, that is true, above 0 or not empty.
+    """The needs that a key has of others if it is on, that is true, above 0 or not empty.
 
     of_attention: attention alone reads the key, so that a model without layers of attention refuses
         it.

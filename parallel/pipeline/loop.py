@@ -210,8 +210,8 @@ class Pipeline:
 
     @property
     def _averaged_ranks(self) -> int:
-        """Return the number of dp ranks by which the optimizer divides gradients: losses are
-        multiplied by it. It is 1 if the optimizer sums over dp."""
+        """Return the number of dp ranks by which the optimizer divides gradients, 1 if it does not
+        average them: losses are multiplied by it."""
         return self.optimizer.dp.size if self.optimizer.average else 1
 
     def _forward_stage(

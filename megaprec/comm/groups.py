@@ -36,8 +36,9 @@ def make_groups(rank_groups: Tensor, backend: str | None = None) -> dist.Process
     assert world is not None, "torch.distributed is not initialized"
     rank = dist.get_rank()
     limit = time_limit_of(world)
-    own_rows = (rank_groups == rank).any(1)
-    members = rank_groups[own_rows].flatten().tolist() or [rank]
+    is_own_row = (rank_groups == rank).any(1)
+    members = rank_groups[is_own_row].flatten().tolist() or [rank]  # of this rank's group
+    # the groups of all ranks of the world
     grouped_ranks = set(rank_groups.flatten().tolist())
     all_rows = rank_groups.tolist()
     for other_rank in range(dist.get_world_size()):
@@ -108,8 +109,8 @@ class _PairSet:
 def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Distribute pairs of ranks over few sets in which no rank occurs twice.
 
-    Return the numbers of each set's pairs. Neighbours on a line or on a ring of an even number of
-    ranks need as many sets as a rank has pairs.
+    Return, for each set, the positions of its pairs among `pairs`. Neighbours on a line or on a
+    ring of an even number of ranks need as many sets as a rank has pairs.
     """
     numbered = [(number, set(pair)) for number, pair in enumerate(pairs)]
 

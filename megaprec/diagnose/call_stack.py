@@ -71,8 +71,8 @@ def main_calls() -> list[RunningCall]:
 
 
 def failed_calls(error: BaseException) -> list[RunningCall]:
-    """Return the calls in which an exception was raised, innermost first: those of the exception
-    that it was raised from before its own."""
+    """Return the calls in which an exception was raised, innermost first. The calls of an exception
+    that it was raised from come before its own."""
     raised: list[RunningCall] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -120,13 +120,17 @@ def _unescape(text: str) -> str:
 
 
 def summarize_calls(stack_calls: Sequence[RunningCall]) -> tuple[bool, list[str]]:
-    """Return True if a thread with these calls is in a transfer between ranks, and its innermost
-    lines outside of libraries."""
+    """Return True if a thread with these calls waits for a transfer between ranks, and up to LINES
+    of its innermost lines outside of libraries.
+
+    stack_calls: innermost first.
+    """
     waits = False
     lines: list[str] = []
     for stack_call in stack_calls:
-        # only calls further in than the first line: those are what that line waits for
-        waits |= not lines and stack_call.file.startswith(WAITING)
+        # what is further in than the first line is what that line waits for
+        if not lines and stack_call.file.startswith(WAITING):
+            waits = True
         if not stack_call.file.startswith(OUTSIDE):
             lines.append(f"{stack_call.file}:{stack_call.line} {stack_call.function}")
         if len(lines) == LINES:

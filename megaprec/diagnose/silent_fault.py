@@ -416,10 +416,10 @@ def _blame(
     first_rows: list[TraceRow] = []
     at_fault: set[tuple[int, int, int]] = set()  # by (pp, dp, tp)
     for replica, trace, right_trace in wrong:
-        trace_row, at_fault_in_replica = _first_difference(trace, right_trace)
+        trace_row, first_ranks = _first_difference(trace, right_trace)
         first_rows.append(trace_row)
-        at_fault |= {(pp, replica, tp) for pp, tp in at_fault_in_replica}
-    # the earliest of all replicas names the tensor; ranks of each replica are to blame
+        at_fault |= {(pp, replica, tp) for pp, tp in first_ranks}
+    # the earliest row of all replicas names the tensor; ranks of each replica are to blame
     earliest = min(first_rows, key=lambda trace_row: trace_row.point)
     return _fault(
         "computation",

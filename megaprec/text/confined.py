@@ -53,19 +53,19 @@ class Confined:
         try:
             _send(process, json.dumps([seconds, request], ensure_ascii=False))
             while True:
-                kind, *rest = _receive(process)
-                if kind == "value":
-                    yield rest[0]
-                elif kind == "read":
-                    assert file is not None  # else nothing is asked for
-                    file.seek(rest[0])
-                    _send_bytes(process, file.read(rest[1]))
-                elif kind == "end":
-                    is_whole = True
-                    return
-                else:
-                    is_whole = True
-                    raise ConfinedError(rest[0])
+                match _receive(process):
+                    case ["value", value]:
+                        yield value
+                    case ["read", start, size]:
+                        assert file is not None  # else nothing is asked for
+                        file.seek(start)
+                        _send_bytes(process, file.read(size))
+                    case ["end"]:
+                        is_whole = True
+                        return
+                    case [_, reason]:  # "fault"
+                        is_whole = True
+                        raise ConfinedError(reason)
         except (EOFError, BrokenPipeError) as error:
             raise ConfinedError(_end_of(process, seconds)) from error
         finally:

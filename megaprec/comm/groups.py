@@ -112,19 +112,21 @@ def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     Return, for each set, the positions of its pairs among `pairs`. Neighbours on a line or on a
     ring of an even number of ranks need as many sets as a rank has pairs.
     """
-    numbered = [(number, set(pair)) for number, pair in enumerate(pairs)]
+    ranks_of_pairs = [set(pair) for pair in pairs]
 
-    def neighbours_first(numbered_pair: tuple[int, set[int]]) -> tuple[bool, int]:
-        ranks = numbered_pair[1]
-        return max(ranks) - min(ranks) > 1, min(ranks)
+    def neighbours_first(number: int) -> tuple[bool, int]:
+        first = min(ranks_of_pairs[number])
+        last = max(ranks_of_pairs[number])
+        return last - first > 1, first
 
     sets: list[_PairSet] = []
     # neighbours first: of a ring of even length they fill two sets completely
-    for number, ranks in sorted(numbered, key=neighbours_first):
-        free_set = next((pairs for pairs in sets if not pairs.busy_ranks & ranks), None)
+    for number in sorted(range(len(ranks_of_pairs)), key=neighbours_first):
+        ranks = ranks_of_pairs[number]
+        free_set = next((pair_set for pair_set in sets if not pair_set.busy_ranks & ranks), None)
         if free_set is None:
             free_set = _PairSet()
             sets.append(free_set)
         free_set.numbers.append(number)
         free_set.busy_ranks |= ranks
-    return [pairs_of_set.numbers for pairs_of_set in sets]
+    return [pair_set.numbers for pair_set in sets]

@@ -32,7 +32,7 @@ LINES = 3  # of a summary
 
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# as faulthandler writes other than ASCII
+# as faulthandler writes what is not ASCII: \x, \u or \U, and the digits of the code point
 ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
@@ -113,7 +113,8 @@ def _unescape(text: str) -> str:
     """Return a text in which faulthandler escaped what is not ASCII."""
 
     def character(escape: re.Match[str]) -> str:
-        digits = escape[1] or escape[2] or escape[3]
+        of_two, of_four, of_eight = escape.groups()  # digits, in one of the three forms
+        digits = of_two or of_four or of_eight
         return chr(int(digits, 16))
 
     return ESCAPED.sub(character, text)

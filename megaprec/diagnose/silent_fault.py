@@ -58,12 +58,14 @@ class RankEvidence:
     @property
     def replica(self) -> int:
         """Return the data-parallel rank."""
-        return self.coordinates[1]
+        _, dp_rank, _ = self.coordinates
+        return dp_rank
 
     @property
     def coordinates_in_replica(self) -> tuple[int, int]:
         """Return (pp, tp)."""
-        return (self.coordinates[0], self.coordinates[2])
+        pp_rank, _, tp_rank = self.coordinates
+        return pp_rank, tp_rank
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> "RankEvidence":
@@ -121,6 +123,7 @@ class Fault:
         return {**values, "ranks": list(self.ranks), "hosts": list(self.hosts)}
 
     def __str__(self) -> str:
+        """Return the fault in one sentence: who did what wrongly."""
         names = [
             f"rank {rank} on host {host}" for rank, host in zip(self.ranks, self.hosts, strict=True)
         ]

@@ -72,6 +72,7 @@ def member(enum: type[Enum]) -> BeforeValidator:
     the class name."""
 
     def member_of_name(value: object) -> object:
+        """Return the member that a text names. Raises ValueError if it names none."""
         if not isinstance(value, str):
             return value  # a member, or what pydantic then refuses
         name = value.rpartition(".")[2].upper()

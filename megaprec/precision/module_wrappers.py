@@ -90,6 +90,8 @@ class NaiveAMPModel(nn.Module):
         self._axes = axes_of(self._group, self._mesh, self.model) if on else ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Average the buffers if their time has come, and return what the model returns for inputs
+        in its dtype, in FP32 if that was asked for."""
         if self.training or self._first_eval:
             average_buffers(self.model, *self._axes)
             self._first_eval = False

@@ -309,15 +309,17 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self._compiled: tuple[Any, ChatTemplate] | None = None
+        self._compiled: ChatTemplate | None = None  # of the last request
+        self._program: Any = None  # of which it was compiled
 
     def answers(self, request: Mapping[str, Any], read_bytes: Any) -> Iterator[Any]:
         """Yield the answer to one request. Raises ChatError."""
         program = request["source"], request["variables"], request["last"]
-        if self._compiled is None or self._compiled[0] != program:
-            self._compiled = program, ChatTemplate(*program)
+        if self._compiled is None or self._program != program:
+            self._compiled = ChatTemplate(*program)
+            self._program = program
+        template = self._compiled
         if request["messages"] is not None:
-            template = self._compiled[1]
             rendered = template.render(request["messages"], request["tools"], request["given"])
             yield rendered.text, rendered.answers
 

@@ -80,6 +80,7 @@ class Confined:
             self._process = None
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """Return the process, which is started if there is none."""
         if self._process is None:
             # -P: the folder of the program is not searched, whose modules would hide others
             command = [sys.executable, "-P", str(PROGRAM), str(self._module), str(MEMORY)]

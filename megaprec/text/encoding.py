@@ -176,7 +176,7 @@ def character_encoder(characters: Sequence[str]) -> Encode:
     ids[code_points] = np.arange(len(characters))
 
     def encode(text: str) -> list[int]:
-        # half of a surrogate pair is a number here as any other, and no character knows it
+        # half of a surrogate pair has a code point too, and no character has it
         numbers = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         encoded = ids[np.minimum(numbers, len(ids) - 1)]
         missing = encoded < 0

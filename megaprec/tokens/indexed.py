@@ -461,7 +461,8 @@ class IndexedDataset:
 
     def max_token(self) -> int:
         """Return the largest token id; -1 if there is no token."""
-        return self.token_range()[1]
+        _, largest = self.token_range()
+        return largest
 
     def first_outside(self, vocab: int) -> int | None:
         """Return the position of the first token whose id is outside [0, vocab), None if there is

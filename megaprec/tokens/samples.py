@@ -380,6 +380,7 @@ def _too_short(
     seq_length: int,
     samples: int,
 ) -> UserError:
+    """Return the error of a data set that has fewer tokens than so many samples need."""
     return UserError.of(
         "data.data_too_short",
         prefix=dataset.prefix,

@@ -119,14 +119,13 @@ def to_host(numbers: StepNumbers) -> dict[str, Any]:
     start = 0
     for name, tensor in numbers.items():
         stop = start + tensor.numel()
-        value = on_host[start:stop]
-        if tensor.dim():
-            values[name] = tuple(value)
-        elif tensor.dtype == torch.bool:
-            values[name] = bool(value[0])
-        else:
-            values[name] = value[0]
+        elements = on_host[start:stop]
         start = stop
+        if tensor.dim():
+            values[name] = tuple(elements)
+            continue
+        (number,) = elements
+        values[name] = bool(number) if tensor.dtype == torch.bool else number
     return values
 
 

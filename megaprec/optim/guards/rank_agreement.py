@@ -203,9 +203,9 @@ def _differences(all_facts: Sequence[_Facts]) -> list[Problem]:
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
     """Return the first entries in which two different lists differ; "none" past the end of one."""
-    for pair in zip_longest(first, second, fillvalue="none"):
-        if pair[0] != pair[1]:
-            return pair
+    for entry, other_entry in zip_longest(first, second, fillvalue="none"):
+        if entry != other_entry:
+            return entry, other_entry
     raise AssertionError("the lists are equal")
 
 

@@ -212,6 +212,7 @@ def param_groups(
     made: dict[Factors, ParamGroup] = {}
 
     def group_with(group_factors: Factors) -> ParamGroup:
+        """Return the group of these factors, made when it is first asked for."""
         if group_factors not in made:
             decay = weight_decay * group_factors.weight_decay
             group = ParamGroup(params=[], weight_decay=decay)
@@ -223,10 +224,11 @@ def param_groups(
 
     group_with(NO_FACTORS)  # the first, whose rate is that of the step
     for parameter in parameters:
-        part_groups: list[ParamGroup] = []
+        # a group for the factors of each logical tensor; the parameter is listed in the first
+        groups_of_parts: list[ParamGroup] = []
         for part in layout_of(parameter).parts:
-            part_groups.append(group_with(factors(part, groups, rule)))
-        part_groups[0]["params"].append(parameter)
+            groups_of_parts.append(group_with(factors(part, groups, rule)))
+        groups_of_parts[0]["params"].append(parameter)
     for group in made.values():
         group.members = tuple(group["params"])
     return made

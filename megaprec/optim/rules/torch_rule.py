@@ -78,6 +78,8 @@ class TorchRule:
         self._scalars = {name: torch.tensor(value) for name, value in scalars.items()}
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`: by a step of the class on this slice alone. The scalars stay as
+        they are; `advance` changes them after all slices."""
         if bool(step.skip):
             return
         grads = step.divided(grads)
@@ -214,7 +216,9 @@ class TorchRule:
                 lr=1.0,
                 weight_decay=0.0,
             )
-        return _Trial(full, parts, padding, states[0] or {}, states[-1] or {})
+        state_of_full = states[0] or {}
+        state_of_padding = states[-1] or {}
+        return _Trial(full, parts, padding, state_of_full, state_of_padding)
 
     @property
     def _title(self) -> str:

@@ -158,16 +158,19 @@ class AdamW(Stateless, NamedArguments):
         return ("exp_avg", "exp_avg_sq")
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`. state: the averages of gradients and of their squares."""
+        average, average_of_squares = state
+        beta1, beta2 = self.betas
         fused_adamw_(
             [weights],
             [grads],
-            [state[0]],
-            [state[1]],
+            [average],
+            [average_of_squares],
             [],  # the largest second moments, which amsgrad alone has
             [step.steps],
             lr=step.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            beta1=beta1,
+            beta2=beta2,
             weight_decay=step.weight_decay,
             eps=self.eps,
             amsgrad=False,
@@ -198,6 +201,7 @@ class SGD(Stateless, NamedArguments):
         return ("momentum_buffer",) if self.momentum else ()
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`. state: the momentum; nothing without one."""
         fused_sgd_(
             [weights],
             [grads],
@@ -236,6 +240,7 @@ class Lion(Stateless, NamedArguments):
         return ("exp_avg",)
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`. state: the momentum."""
         (momentum,) = state
         beta_of_step, beta_of_momentum = self.betas
         is_applied = step.skip == 0

@@ -100,6 +100,7 @@ class CudaTransport:
     def _start(
         self, stream: torch.cuda.Stream, copy: Callable[[], object], after: Sequence[Mark]
     ) -> Mark:
+        """Start a copy on a stream when all of `after` have passed; return its end."""
         for mark in after:
             if mark is not None:
                 stream.wait_event(mark)

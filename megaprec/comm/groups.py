@@ -80,13 +80,17 @@ def _make_one_by_one(
     limit: timedelta,
     backend: str | None,
 ) -> object:
-    """Make the groups in turn, each by all ranks; return this rank's.
+    """Make the groups in turn, each by all ranks; return the one that this rank is in.
 
     Also a group of one rank: torch counts the calls of each rank, and names groups by the count.
     """
-    groups = [dist.new_group(row, timeout=limit, backend=backend) for row in rows]
-    (group,) = (group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return group
+    group_of_rank = None
+    for row in rows:
+        group = dist.new_group(row, timeout=limit, backend=backend)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            assert group_of_rank is None, "a rank is in two groups of one split"
+            group_of_rank = group
+    return group_of_rank
 
 
 def _make_among_members(

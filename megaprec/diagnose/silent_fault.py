@@ -225,7 +225,8 @@ def _weights_fault(evidence: Sequence[RankEvidence]) -> Fault | None:
             can_be_saved=False,
         )
     if strayed:
-        tensor_description = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
+        first_weight = strayed[0].strayed[0]
+        tensor_description = f"weight {first_weight}, which are not its masters rounded"
         return _fault("weights", tensor_description, strayed, certain=True, can_be_saved=False)
     return None
 

@@ -152,8 +152,10 @@ def describe_kernels(
 
 
 def _kind_of(a: Codes, b: Codes) -> Kind:
-    """Return the layout of scales that kernels see; for them delayed scales are the same as current
-    ones."""
+    """Return the kind of recipe whose scales lie as those of a and b do.
+
+    It is what a kernel goes by. Delayed scales lie as current ones, so they are "current" here.
+    """
     if _has_narrow_scales(a) or _has_blocks_in_rows(a, b):
         return _kind_with_blocks_of(a, b)
     if a.inverse.numel() == b.inverse.numel() == 1:

@@ -82,6 +82,7 @@ class Rounding:
         assert self.microbatch is not None
         device = fractions.device
         random_key = key(self.seed, self.microbatch.step, self.name, direction)
+        # a hash, so that samples, whose numbers are near each other, do not share rows
         first_row = bits(random_key, self.microbatch.first_sample.to(device))
         rows = first_row + torch.arange(fractions.shape[0], device=device)
         spans = [torch.arange(span.start, span.stop, device=device) for span in self.outputs]

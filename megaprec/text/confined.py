@@ -128,8 +128,12 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
     """Return the next answer. Raises EOFError if there is none, or what is no answer."""
     assert process.stdout
     head = process.stdout.read(SIZE.size)
-    size = SIZE.unpack(head)[0] if len(head) == SIZE.size else LONGEST + 1
-    content = process.stdout.read(size) if size <= LONGEST else b""
+    if len(head) < SIZE.size:
+        raise EOFError
+    (size,) = SIZE.unpack(head)
+    if size > LONGEST:
+        raise EOFError
+    content = process.stdout.read(size)
     if not content or len(content) < size:
         raise EOFError
     return json.loads(content.decode("utf-8", "surrogatepass"))

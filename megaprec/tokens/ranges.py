@@ -234,7 +234,7 @@ def is_file_there(path: Path) -> bool:
     except UserError as error:
         if not _is_forbidden(error.__cause__):
             raise
-        # so do buckets that may not be listed answer for what is not there
+        # a bucket that may not be listed forbids also the reading of a file that it does not have
         _note(f"{path}: may not be read; taken for absent")
         return False
     return details is not None and details.get("type", "file") == "file"

@@ -80,16 +80,17 @@ class CanonicalConsensus(StepConsensus):
         """Return this rank's numbers, to be summed over the world: those of the base class, the
         numbers of the exact norm, and the slots of losses.
 
-        numbers: "loss" is in slots, float64 [micro-batches of the global batch].
+        numbers: "loss" is in slots, float64 [micro-batches of the global batch]. Each is of one
+            micro-batch, whose loss only one rank has: sums over the world round nothing.
         """
         losses = numbers["loss"]
         assert isinstance(losses, Tensor)
-        nothing = measured.norm.view(-1)[:0]
-        exact_norm = nothing
+        no_norm = measured.norm.view(-1)[:0]
+        exact_norm = no_norm
         if self._num_exact:
             exact_norm = measured.norm
             # the base class exchanges no norm then
-            measured = GradientMeasures(measured.counted, nothing)
+            measured = GradientMeasures(measured.counted, no_norm)
         # its sum of losses tells whether all are finite; `read` replaces it by the exact one
         of_base = super().pack(measured, {**numbers, "loss": losses.sum()})
         return torch.cat((of_base, exact_norm, losses))

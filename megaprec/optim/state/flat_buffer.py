@@ -362,12 +362,14 @@ class Buffer:
             fp8_param = fp8_param_of(parameter)
             assert fp8_param is not None
             fp8_param.inverse = fp8_param.inverse.to(self.weights.device)
-            # of the elements that this rank owns
+            # where the elements that this rank owns lie in the buffer
             shard_start = max(start, self.start)
             shard_stop = max(shard_start, min(start + parameter.numel(), self.stop))
-            masters = self.masters[shard_start - self.start : shard_stop - self.start]
-            codes = self.own_weights[shard_start - self.start : shard_stop - self.start]
-            yield FP8ParamShard(fp8_param, codes, masters, shard_start - start)
+            # and in what the rank keeps of the buffer
+            own = slice(shard_start - self.start, shard_stop - self.start)
+            yield FP8ParamShard(
+                fp8_param, self.own_weights[own], self.masters[own], shard_start - start
+            )
 
     def _move_in(self, number: int) -> None:
         """Make parameter `number` a view of `weights`, and its values this rank's masters."""

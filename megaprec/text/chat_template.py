@@ -175,11 +175,7 @@ class ChatTemplate:
     ) -> None:
         """Raise ChatError if the text of a conversation is the same without fields that the
         template does not name."""
-        suspects: list[str] = []  # fields that messages have and the template does not name
-        for name in SPOKEN_FIELDS:
-            is_in_messages = any(message.get(name) for message in messages)
-            if is_in_messages and not self._names_field(name):
-                suspects.append(name)
+        suspects = self._unnamed_fields(messages)
         lacks_tools = bool(tools) and "tools" not in self._names
         if not suspects and not lacks_tools:
             return
@@ -190,6 +186,15 @@ class ChatTemplate:
         if self._run(reduced, None if lacks_tools else tools).text == text:
             left_out = [*suspects, "tools"] if lacks_tools else suspects
             raise ChatError(f"it leaves out {', '.join(left_out)}; {_WRITE_OR_REMOVE}")
+
+    def _unnamed_fields(self, messages: Sequence[Message]) -> list[str]:
+        """Return the fields that a message has and that the template does not name."""
+        unnamed: list[str] = []
+        for name in SPOKEN_FIELDS:
+            is_in_messages = any(message.get(name) for message in messages)
+            if is_in_messages and not self._names_field(name):
+                unnamed.append(name)
+        return unnamed
 
     def _require_each_written(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, given: int

@@ -11,13 +11,14 @@ Integers = NDArray[np.int64]
 
 
 class Truncations(NamedTuple):
-    """What a way to make samples of documents does to them in an epoch, held-out samples included.
+    """Counts of documents cut and padded in an epoch by a way to make samples of them, held-out
+    samples included.
 
     samples: number of samples.
     padding: number of tokens of samples that are of no document.
     unread: number of tokens of documents that are in no sample.
     short: number of documents that fit into one sample, without empty ones.
-    short_cut: number of those of them that are cut all the same.
+    short_cut: number of those of them that are cut anyway.
     long: number of documents that do not fit into one sample.
     cuts: number of cuts in all documents. A document with n cuts is in n + 1 pieces.
     """

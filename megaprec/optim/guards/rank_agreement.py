@@ -29,7 +29,7 @@ _NUM_SLOTS = 2**16  # for digests of names: a sum of 256 KiB, in which chance hi
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is compared between ranks.
+    """Facts that are compared between ranks.
 
     stage: the pipeline rank; parameters are compared within a stage only.
     settings: by name, as text.

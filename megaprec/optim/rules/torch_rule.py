@@ -23,7 +23,7 @@ _CUT_LENGTHS = [5, 7]
 
 
 class _Trial(NamedTuple):
-    """What a few steps of the optimizer class have made of a few numbers.
+    """Results of a few steps of the optimizer class for a few numbers.
 
     full: weights that were updated as one tensor.
     parts: the same weights with the same gradients, updated as two tensors.

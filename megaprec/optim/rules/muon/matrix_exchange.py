@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class MatrixSlice(NamedTuple):
-    """Which slice of which matrix: the fields of `HeldSpan` that say so."""
+    """A slice of a matrix: the fields of `HeldSpan` that say which."""
 
     matrix: int
     dim: int

@@ -57,7 +57,7 @@ class LocalElements:
 
 
 class _Move(NamedTuple):
-    """What updates the weights of one tile of n elements (`_move`).
+    """Tensors that update the weights of one tile of n elements, see `_move`.
 
     direction: [n], of the orthogonalized matrix, in the dtype of the iteration.
     step: the numbers of the step for the tile's group.

@@ -15,12 +15,15 @@ def is_command() -> bool:
     """Return True while Python starts `python -m megaprec` or the script megaprec, False for other
     programs."""
     if sys.argv[:1] != ["-m"]:
-        return os.path.basename(sys.argv[0] if sys.argv else "") == "megaprec"
-    # While Python looks for the module, argv[0] is "-m"; orig_argv has its name in that place.
+        program = sys.argv[0] if sys.argv else ""
+        return os.path.basename(program) == "megaprec"
+    # While Python looks for the module, argv[0] is "-m". orig_argv, which has the options of
+    # Python itself before the same words, has the module's name in that place.
     words = getattr(sys, "orig_argv", [])
     if len(words) <= len(sys.argv):
         return False
-    return words[-len(sys.argv)].removeprefix("-m") == "megaprec"
+    module = words[-len(sys.argv)].removeprefix("-m")
+    return module == "megaprec"
 
 
 def leave_out_working_folder() -> None:

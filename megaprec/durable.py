@@ -63,7 +63,7 @@ class PlaceError(OSError):
 
 def file_error(error: OSError) -> str:
     """Return one line about an error of the filesystem: the file, the system's reason, and what to
-    do. A file that was under way to its name is told by its name."""
+    do. A temporary file, whose name ends in PART, is called by the name that it was to have."""
     if isinstance(error, PlaceError):
         return f"{error.filename}: {error.reason}"
     number = error.errno or 0

@@ -87,13 +87,16 @@ def _require_known(
 
 
 def by_name(meanings: Mapping[str, str]) -> dict[str, str]:
-    """Return a table from names, of which each value has several, to the keys."""
-    return {name: meaning for meaning, names in meanings.items() for name in names.split()}
+    """Return the meaning of each name. meanings: by meaning, names with spaces between."""
+    table: dict[str, str] = {}
+    for meaning, names in meanings.items():
+        table |= dict.fromkeys(names.split(), meaning)
+    return table
 
 
 def is_number(value: object, whole: bool = False) -> bool:
-    """Return True for a finite float or an int that is one, never for True and False. whole: an int
-    alone will do."""
+    """Return True for a finite float, or an int that a float can hold, never for True and False.
+    whole: only for an int."""
     kinds = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):  # True and False are integers
         return False
@@ -161,7 +164,7 @@ def _describe(hint: Any) -> str:
 
 
 def literals_of(details: ErrorDetails) -> list[str]:
-    """Return the words that a key may have, of pydantic's error about another word."""
+    """Return the words that a key may have. details: pydantic's error about another word."""
     # pydantic lists them as "'a', 'b' or 'c'"
     expected = str(details.get("ctx", {}).get("expected", ""))
     return expected.replace("'", "").replace(" or ", ", ").split(", ")

@@ -57,11 +57,11 @@ def parse_json(text: str | bytes, check_values: bool = True) -> Any:
 def require_few_values(text: str | bytes, most: int) -> None:
     """Raise ValueError for a JSON text that may have more than `most` values: each begins behind
     a comma or a bracket."""
-    # none has more values than characters
+    # a text has no more values than characters
     if len(text) <= most:
         return
-    signs: Any = b",[{" if isinstance(text, bytes) else ",[{"
-    if sum(text.count(signs[at : at + 1]) for at in range(len(signs))) > most:
+    signs: Any = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+    if sum(text.count(sign) for sign in signs) > most:
         raise ValueError(f"it has more than {most:,} values")
 
 
@@ -106,8 +106,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raise ValueError for nesting beyond NESTING levels, huge integers, and text with half of a
-    surrogate pair."""
+    """Raise ValueError for a value of JSON or TOML that is nested more than NESTING levels deep,
+    or has a huge integer or a text with half of a surrogate pair."""
     level: list[Any] = [value]  # all values at one depth of nesting
     for _ in range(NESTING):
         texts: list[str] = []
@@ -153,9 +153,9 @@ def read_regular(path: Path, max_bytes: int = MOST_BYTES) -> bytes:
     filename."""
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # Memory is taken for as many bytes as are asked for, so the size is.
+        # Not max_bytes: memory is taken for as many bytes as are asked for.
         content = file.read(size + 1) if size <= max_bytes else b""
-        # it grows while it is read, or is one of the kernel, which have no size
+        # more than its size: it grows while it is read, or is a file of the kernel, without a size
         if len(content) > size:
             content += file.read(max_bytes + 1 - len(content))
     if max(size, len(content)) > max_bytes:

@@ -92,12 +92,15 @@ def train(
     """Train as `megaprec train` does, with the same checks, and return what the run has left.
 
     run: a run file, or its tables as a dict: {"model": {"layers": 2, ...}, "train": {...}}.
-    overrides: "table.key=value", which are stronger. The keywords are the options of the command:
-    allow: a difference that is accepted, or several, `--allow`. strict: notes are errors. verify:
-    compare with transformers the model of train.init_from and of export_hf. export_hf: folder for
-    the trained model in Hugging Face format; export_ema: its weights are their moving average.
+    overrides: "table.key=value", which are stronger.
     keys: overrides by their names, as **{"train.steps": 3} gives them; a name of another trainer is
-    refused with the key that has its meaning.
+        refused with the key that has its meaning.
+    The other keywords are the options of the command:
+    allow: a difference that is accepted, or several, `--allow`.
+    strict: notes are errors.
+    verify: compare with transformers the model of train.init_from and of export_hf.
+    export_hf: folder for the trained model in Hugging Face format.
+    export_ema: its weights are their moving average.
 
     Blocks until all ranks have ended. What they print appears on this program's stdout and stderr.
     On Ctrl-C the run finishes its step and saves its state before KeyboardInterrupt is raised; on a
@@ -135,10 +138,13 @@ def tell_end(
     file: Path, problems: Sequence[Problem], reason: str, result: TrainingResult | None
 ) -> None:
     """Write how the command ended, for the `train` that has started it."""
-    told_problems = [[problem, problem.code, problem.fields] for problem in problems]
-    told_result = None if result is None else asdict(result)
-    told = {"problems": told_problems, "reason": reason, "result": told_result}
-    put_text(file, json.dumps(told, default=str))
+    # as `_read_end` reads it
+    content = {
+        "problems": [[problem, problem.code, problem.fields] for problem in problems],
+        "reason": reason,
+        "result": None if result is None else asdict(result),
+    }
+    put_text(file, json.dumps(content, default=str))
 
 
 def end_file_in(words: Sequence[str]) -> Path | None:
@@ -154,19 +160,19 @@ def _read_end(file: Path) -> _End:
     """Return what `tell_end` wrote; nothing if the command was killed before."""
     if not file.is_file():
         return _End()
-    told = json.loads(file.read_text(encoding="utf-8"))
-    problems = tuple(Problem(*problem) for problem in told["problems"])
-    left = told["result"]
-    if left is None:
-        return _End(problems, told["reason"])
+    content = json.loads(file.read_text(encoding="utf-8"))
+    problems = tuple(Problem(*problem) for problem in content["problems"])
+    fields = content["result"]
+    if fields is None:
+        return _End(problems, content["reason"])
     result = TrainingResult(
-        Path(left["folder"]),
-        left["step"],
-        left["loss"],
-        left["eval_loss"],
-        _place(left["checkpoint"]),
+        Path(fields["folder"]),
+        fields["step"],
+        fields["loss"],
+        fields["eval_loss"],
+        _place(fields["checkpoint"]),
     )
-    return _End(problems, told["reason"], result)
+    return _End(problems, content["reason"], result)
 
 
 def _place(name: str | None) -> Path | str | None:

@@ -16,8 +16,11 @@ RESERVED_KEYS = ("step", "optimizer", "fp8", "format", "files", "tensors", "sha2
 
 
 def required_path(path: object, optimizer: object, name: str) -> Path:
-    """Return a path that may have been given as text, which may be a URL. Raises UserError for what
-    is none, or no optimizer."""
+    """Return `path`, which may be text or a URL, as a Path. Raises UserError, naming both, if it is
+    no path and if `optimizer` is none.
+
+    name: of the argument that has the path, for the error.
+    """
     problems: list[Problem] = []
     # a path of a URL has a file system of fsspec
     at_url = hasattr(path, "fs")
@@ -39,10 +42,9 @@ def require_saveable(
     keep: object,
     keep_every: object,
 ) -> None:
-    """Raise UserError, naming all that are wrong, for values that would not be read back as they
-    were given."""
+    """Raise UserError, naming all that are wrong, for arguments of `save` that are out of range,
+    and for values in `extra` that would not be read back as they were given."""
     problems: list[Problem] = []
-    # all are looked at before any is told
     if not is_number(step, whole=True) or step < 0:  # type: ignore[operator]
         problems.append(Problem.of("checkpoint.step_value", step=step))
     if keep != ALL and (not is_number(keep, whole=True) or keep < 1):  # type: ignore[operator]

@@ -58,7 +58,7 @@ def checkpoints(folder: Path) -> list[Path]:
     problems: list[Problem] = []
     for path in _entries(folder):
         damage = _damage(path)
-        # a run may have removed an old one in the meantime
+        # a run may have removed an old one since it was listed, which is no damage
         if not is_there(path):
             continue
         paths.append(path)
@@ -78,7 +78,7 @@ def latest(folder: Path) -> Path | None:
     Raises UserError if the folder cannot be listed, or if its newest entry with the name of a
     checkpoint is not one.
     """
-    # A run may remove its newest entry while it is looked at: then look again.
+    # A run may remove the newest entry after it was listed: then the folder is listed again.
     while entries := _entries(folder):
         newest = entries[-1]
         damage = _damage(newest)
@@ -162,10 +162,10 @@ def is_there(path: Path) -> bool:
 
 
 def replaced_since(moment: float, error_text: str, run: Path) -> bool:
-    """Return True if an error is about a checkpoint of a run that was removed or replaced by
-    another since `moment`.
+    """Return True if an error names a checkpoint of a run that a save has removed or replaced since
+    `moment`: then it says nothing about the run, and looking again helps.
 
-    moment: as of time.time().
+    moment: as of time.time(), before the checkpoint was looked for.
     error_text: of the error.
     run: the run directory, or its folder of checkpoints, in which the newest was looked for.
     """
@@ -284,6 +284,8 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _remove_leftovers_at_url(folder: Path) -> list[str]:
+    """Do what `remove_leftovers` does for a URL: remove what is unfinished, and the mark
+    `.unfinished` that a save has left beside a complete checkpoint."""
     try:
         names = sorted(filter(NAME.fullmatch, object_store.entry_names(folder)))
     except PlaceError as error:

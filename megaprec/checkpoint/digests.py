@@ -32,7 +32,7 @@ def file_digest(file: Path) -> str:
 
 def tensor_bytes(values: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor, in logical order."""
-    # any stride is contiguous if there is one element
+    # not by `view`: torch calls a tensor of one element contiguous, whatever its strides are
     flat = values.contiguous().as_strided((values.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 

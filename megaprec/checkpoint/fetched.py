@@ -28,8 +28,11 @@ def fetched(url: Path, sizes: Mapping[str, int], digests: Mapping[str, str]) -> 
     if sum(sizes.values()) > MOST_FETCHED:
         reason = f"its files beside tensors have more than {MOST_FETCHED:,} bytes"
         raise UserError.of("checkpoint.url_failed", url=url, reason=reason)
-    facts = [str(url), *(f"{name} {sizes[name]} {digests.get(name)}" for name in sorted(sizes))]
-    folder = cache / "checkpoints" / hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    # a folder for each version of these files
+    facts = [str(url)]
+    facts += [f"{name} {sizes[name]} {digests.get(name)}" for name in sorted(sizes)]
+    version = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    folder = cache / "checkpoints" / version
     try:
         make_folder(folder)
         with exclusive_lock(folder / LOCK, lambda: None):

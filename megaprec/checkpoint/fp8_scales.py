@@ -89,8 +89,8 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
 
 
 def _local_row(rows: Tensor, dp: Axis, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return the row of this replica; if the number of replicas has changed, the reduction of all
-    rows."""
+    """Return the row of this replica; if the number of replicas has changed, `reduce` of all rows
+    along dim 0."""
     if len(rows) == dp.size:
         return rows[dp.rank]
     return reduce(rows, 0)
@@ -99,7 +99,7 @@ def _local_row(rows: Tensor, dp: Axis, reduce: Callable[[Tensor, int], Tensor]) 
 @torch.no_grad()
 def take_up(scales: Scales, rolls: int, state: FP8State) -> None:
     """Copy the result of `read_fp8` into the state. If the history length has changed, copy the
-    newest amaxes."""
+    newest amaxes. rolls: number of advances of the history that the checkpoint has counted."""
     if not scales:
         return
     bank = state.bank

@@ -102,20 +102,22 @@ def _start_in_block(used: int, num_bytes: int, block_size: int) -> int | None:
 
 def _next_block(num_bytes: int, block_size: int) -> int:
     """Return the bytes of the block after one of `block_size`, which holds `num_bytes` at least."""
-    usual = min(max(_SMALLEST_BLOCK, 2 * block_size), LARGEST_BLOCK)
-    # what torch would take anyway has room for more copies
+    usual_bytes = min(max(_SMALLEST_BLOCK, 2 * block_size), LARGEST_BLOCK)
+    # torch would round up to a power of two anyway: the rest is room for more copies
     power_of_two = 1 << max(0, num_bytes - 1).bit_length()
-    return max(usual, power_of_two)
+    return max(usual_bytes, power_of_two)
 
 
 class PinnedAhead:
     """Pinned memory for the first copies of a run, allocated by a thread while the run goes on.
 
-    The thread holds all blocks that it has, since torch would give a freed one out again. Within
-    the context it goes on; `release` frees them all, and whoever then asks for blocks of these
-    sizes has them at once. The thread ends at the first block that cannot be pinned.
+    A context manager: the thread runs within the context. It holds all blocks that it has pinned,
+    since torch would give a freed one out again. `release` frees them all, and whoever then asks
+    torch for blocks of these sizes has them at once. The thread ends at the first block that cannot
+    be pinned.
 
-    sizes: of the blocks, in bytes. pin: returns a block, or None.
+    sizes: of the blocks, in bytes.
+    pin: returns a block of so many bytes, or None.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class PinnedAhead:
             self._thread.join()
 
     def _pin_all(self) -> None:
+        """Pin one block after the other, until all are there, one cannot be pinned, or `release`
+        was called."""
         for size in self._sizes:
             if self._stopping.is_set():
                 return

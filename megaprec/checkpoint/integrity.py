@@ -44,17 +44,17 @@ def require_intact(
     names = sorted(store.digests.keys() & set(files), key=lambda name: (-sizes[name], name))
     if not names:
         return
-    # one state a file: the maximum over ranks tells all of them what each has found
+    # The state of each file. Only one rank looks at it, and INTACT is the lowest: the maximum over
+    # ranks tells all of them what that rank has found.
     states = torch.full((len(names),), float(INTACT), device=device)
-    owners = _assign_files([sizes[name] for name in names], world.size)
-    for number, (name, owner) in enumerate(zip(names, owners, strict=True)):
-        if owner != world.rank:
-            continue
-        states[number] = _state_of(store.file(name), store.digests[name])
+    hashing_ranks = _assign_files([sizes[name] for name in names], world.size)
+    for number, (name, rank) in enumerate(zip(names, hashing_ranks, strict=True)):
+        if rank == world.rank:
+            states[number] = _state_of(store.file(name), store.digests[name])
     world.max_(states)
-    by_file = dict(zip(names, states.tolist(), strict=True))
-    forbidden = [name for name, state in by_file.items() if state == FORBIDDEN]
-    damaged = [name for name, state in by_file.items() if state == DAMAGED]
+    state_of_file = dict(zip(names, states.tolist(), strict=True))
+    forbidden = [name for name, state in state_of_file.items() if state == FORBIDDEN]
+    damaged = [name for name, state in state_of_file.items() if state == DAMAGED]
     if forbidden:
         raise UserError.of(
             "checkpoint.forbidden", path=store.path, files=", ".join(forbidden), user=os.getuid()

@@ -73,8 +73,12 @@ class Keep:
         return cls(newest, every, best)
 
     def expired(self, steps: Sequence[int], later: int = 0) -> list[int]:
-        """Return the steps, of those that saves have made, in order, whose checkpoints go after
-        `later` more saves, if none of them is the best."""
+        """Return the steps whose checkpoints this rule does not keep.
+
+        steps: of all checkpoints that saves have made, ascending.
+        later: how many more saves there will have been by then.
+        The best checkpoint is not looked at here.
+        """
         if self.newest is None:
             return []
         # each later save makes one that is newer
@@ -99,16 +103,17 @@ class Best:
 
 
 def record_save(folder: Path, step: int, index: bytes, losses: Mapping[str, float]) -> list[str]:
-    """Record that a save makes the checkpoint of `step`. index: its checkpoint.json. losses: of the
-    evaluation after this step, by name.
+    """Record that a save makes the checkpoint of `step`.
 
+    index: the bytes of its checkpoint.json.
+    losses: of the evaluation after this step, by name.
     Returns a warning if the folder's record cannot be written.
     """
     record: dict[str, Any] = {"step": step, INDEX_DIGEST: _sealed_digest(index[-TAIL:])}
-    # JSON has no infinite number, and none that is no number is the lowest
-    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
-    if finite:
-        record[LOSSES] = finite
+    # JSON has neither infinity nor NaN, and neither is a lowest loss
+    finite_losses = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    if finite_losses:
+        record[LOSSES] = finite_losses
     try:
         if is_remote(folder):
             append_object_line(folder / RECORD, json.dumps(record), MOST_BYTES)
@@ -159,11 +164,13 @@ def _mean_loss(losses: Mapping[str, float], evaluations: Weights) -> float | Non
 
 
 def describe_evaluations(evaluations: Weights) -> str:
-    """Return what is lowest in the best checkpoint, in words."""
+    """Return in words which loss decides what the best checkpoint is: its name, or "mean of 2 a, 1
+    b and 1 c"."""
     if len(evaluations) == 1:
-        return next(iter(evaluations))
-    parts = [f"{weight:g} {name}" for name, weight in evaluations.items()]
-    return f"mean of {', '.join(parts[:-1])} and {parts[-1]}"
+        (name,) = evaluations
+        return name
+    *weighted_names, last = [f"{weight:g} {name}" for name, weight in evaluations.items()]
+    return f"mean of {', '.join(weighted_names)} and {last}"
 
 
 def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
@@ -220,8 +227,8 @@ def _identity(path: Path) -> Identity:
 
 
 def damage_of_record(folder: Path) -> tuple[str, list[int]]:
-    """Return the reason why the record of saves in `folder` cannot be read, empty if it can, and
-    the numbers of its lines that are none of a save, counted from 1."""
+    """Return the reason why the record of saves in `folder` cannot be read, "" if it can, and the
+    numbers, counted from 1, of its lines that are damaged."""
     try:
         lines = _record_lines(folder)
     except OSError as error:
@@ -265,9 +272,9 @@ def _parse_save(line: bytes) -> tuple[Identity, dict[str, float]] | None:
         return None
     if not isinstance(record, dict):
         return None
-    step, digest, losses = (record.get(key) for key in ("step", INDEX_DIGEST, LOSSES))
-    if LOSSES not in record:
-        losses = {}
+    step = record.get("step")
+    digest = record.get(INDEX_DIGEST)
+    losses = record.get(LOSSES, {})
     # not isinstance: true is no number
     if type(step) is not int or not isinstance(digest, str) or not isinstance(losses, dict):
         return None

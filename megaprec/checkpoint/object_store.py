@@ -119,8 +119,8 @@ def _entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def _asked(path: Path, ask: Callable[[], Answer]) -> Answer:
-    """Return the answer to a request that changes nothing, which is repeated if it fails. Raises
-    PlaceError."""
+    """Return the answer of `ask`, a request that changes nothing and is repeated if it fails.
+    Raises PlaceError."""
     try:
         return repeated(path, ask)
     except UserError as error:
@@ -184,18 +184,23 @@ def size_of_object(path: Path) -> int:
 def pieces_of(path: Path, start: int, stop: int) -> Iterator[bytes]:
     """Yield bytes [start, stop) of an object in pieces, READERS of which are asked for at a time.
     Raises PlaceError."""
-    ranges = [(first, min(first + PIECE, stop)) for first in range(start, stop, PIECE)]
-    if len(ranges) < 2:
-        yield from (_read_range(path, *each) for each in ranges)
+    piece_starts = range(start, stop, PIECE)
+
+    def read_piece(piece_start: int) -> bytes:
+        return _read_range(path, piece_start, min(piece_start + PIECE, stop))
+
+    if len(piece_starts) < 2:
+        yield from map(read_piece, piece_starts)
         return
     with ThreadPoolExecutor(READERS) as readers:
-        # so that no more than these pieces are in memory
-        for begin in range(0, len(ranges), READERS):
-            some = ranges[begin : begin + READERS]
-            yield from readers.map(lambda each: _read_range(path, *each), some)
+        # READERS at a time, so that no more pieces are in memory
+        for first in range(0, len(piece_starts), READERS):
+            yield from readers.map(read_piece, piece_starts[first : first + READERS])
 
 
 def _read_range(path: Path, start: int, stop: int) -> bytes:
+    """Return bytes [start, stop) of an object by one request, which is repeated if it fails. Raises
+    PlaceError."""
     system = file_system(path)
 
     def ask() -> bytes:
@@ -229,8 +234,8 @@ def fetch_folder(url: Path, folder: Path) -> None:
     OSError."""
     folder.mkdir()
     for name, size in sizes(url).items():
-        here = folder / name
-        with naming_file(here), here.open("wb") as file:
+        local_path = folder / name
+        with naming_file(local_path), local_path.open("wb") as file:
             for piece in pieces_of(url / name, 0, size):
                 file.write(piece)
 

@@ -51,19 +51,20 @@ def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Stored
         yield StoredBlock([], [], 0)
         return
     row_shape = shape[1:]
-    row_size = prod(row_shape)
-    first_full = -(-first // row_size)  # rounded up
-    end_full = last // row_size  # the row after the last full one
-    if first_full > end_full:  # within one row
-        yield from _split_row(shape, end_full, first, last)
+    row_size = prod(row_shape)  # elements
+    first_full_row = -(-first // row_size)  # rounded up
+    end_of_full_rows = last // row_size  # the row after the last full one
+    if first_full_row > end_of_full_rows:  # all elements are in the middle of one row
+        yield from _split_row(shape, end_of_full_rows, first, last)
         return
-    start_of_full = first_full * row_size
-    yield from _split_row(shape, first_full - 1, first, start_of_full)
-    if first_full < end_full:
-        offset = [first_full] + [0] * len(row_shape)
-        full_rows = [end_full - first_full, *row_shape]
-        yield StoredBlock(offset, full_rows, start_of_full)
-    yield from _split_row(shape, end_full, end_full * row_size, last)
+    # the end of a row, full rows, and the beginning of a row: each may be empty
+    full_rows_start = first_full_row * row_size
+    yield from _split_row(shape, first_full_row - 1, first, full_rows_start)
+    if first_full_row < end_of_full_rows:
+        offset = [first_full_row] + [0] * len(row_shape)
+        shape_of_full_rows = [end_of_full_rows - first_full_row, *row_shape]
+        yield StoredBlock(offset, shape_of_full_rows, full_rows_start)
+    yield from _split_row(shape, end_of_full_rows, end_of_full_rows * row_size, last)
 
 
 def _split_row(
@@ -72,8 +73,8 @@ def _split_row(
     first: int,
     last: int,
 ) -> Iterator[StoredBlock]:
-    """Yield the rectangles of elements [first, last), which lie in one row; none if it is
-    empty."""
+    """Yield the rectangles of elements [first, last) of a row-major tensor, all of which lie in
+    index `row` of dim 0; none if the range is empty."""
     row_shape = shape[1:]
     row_start = row * prod(row_shape)
     for block in _split_range(row_shape, first - row_start, last - row_start):

@@ -157,6 +157,9 @@ class Store:
         self._check_files(world)
 
     def _check_files(self, world: Axis) -> None:
+        """Raise UserError, naming all, for files of which the index cannot be true: with a name
+        outside of the checkpoint, of another size, without a digest, or too small for their
+        tensors."""
         files: dict[str, int] = self.index["files"]
         problems = list(self._check_tensors())
         size_of = _sizes_of(self.path)
@@ -178,12 +181,12 @@ class Store:
             raise UserError(*problems)
 
     def _check_tensors(self) -> Iterator[Problem]:
-        """Yield a problem for each tensor whose chunks are not as large as it is, or larger than
-        their files."""
+        """Yield a problem for each tensor whose chunks do not have as many elements as it has, or
+        are larger than their files."""
         sizes = self.index["files"]
         for key, entry in self.index["tensors"].items():
             itemsize = getattr(torch, entry["dtype"]).itemsize
-            num_stored = 0
+            num_stored = 0  # elements in all chunks
             chunks_fit = True
             for chunk in entry["chunks"]:
                 chunk_elements = prod(stored_shape(chunk))
@@ -199,8 +202,9 @@ class Store:
                 )
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the checkpoint: of one at a URL that has no tensors, that of
-        a copy on this machine. Raises UserError unless checkpoint.json lists it."""
+        """Return the path of a file of the checkpoint. A file at a URL that has no tensors is
+        copied to this machine, and the path is that of the copy. Raises UserError unless
+        checkpoint.json lists it."""
         files = self.index["files"]
         if name not in files:
             raise UserError.of("checkpoint.file_missing", path=self.path, name=name)
@@ -261,8 +265,8 @@ class Store:
         first: int,
         last: int,
     ) -> Tensor:
-        """Return elements [first, last) of the flattened slice `part`. Reads only the rows that
-        contain them."""
+        """Return elements [first, last) of the flattened slice `part` of a logical tensor, flat.
+        Reads only the rows that contain them. kind: weight, exp_avg, exp_avg_sq or another."""
         if not part.shape:
             return self.read(kind, part.name).reshape(1)
         row_shape = part.local[1:]
@@ -322,7 +326,9 @@ class Store:
         start: list[int],
         stop: list[int],
     ) -> Tensor:
-        """Read a part of a rectangle of a chunk: of a flat one, only the rows that contain it."""
+        """Return indices [start, stop) along each dim of a logical tensor, which lie in one
+        rectangle of a chunk. Of a chunk that is stored flat, only the rows that contain them are
+        read."""
         stored = self._open_tensor(chunk["file"], key)
         if stored.get_shape() != stored_shape(chunk):
             raise self._lacks_a_part(key)
@@ -360,8 +366,9 @@ class Store:
 
 
 class _Overlap(NamedTuple):
-    """A part of a rectangle that a chunk has.
+    """The part of a requested rectangle that one chunk has.
 
+    values: its elements.
     start, stop: its first index, and its last + 1, in the logical tensor, along each dim.
     """
 

@@ -6,7 +6,7 @@ before it is believed: each tensor lies in the file and has as many bytes as its
 
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ LONGEST_HEADER = 100_000_000  # bytes, the bound of the safetensors library
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
+class _Entry(NamedTuple):
+    """A tensor of the file by its header. first: its first byte, counted from the first value."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    first: int
+
+
 class RemoteShard:
     """The opened file at a URL. Raises PlaceError if it cannot be read, or is no such file."""
 
@@ -29,17 +37,18 @@ class RemoteShard:
         size = size_of_object(path)
         if size < LENGTH_BYTES:
             raise PlaceError(path, "it is no safetensors file")
-        (head,) = pieces_of(path, 0, LENGTH_BYTES)
-        length = int.from_bytes(head, "little")
-        self._start = LENGTH_BYTES + length
-        if length > LONGEST_HEADER or self._start > size:
+        (written_length,) = pieces_of(path, 0, LENGTH_BYTES)
+        header_length = int.from_bytes(written_length, "little")
+        self._start = LENGTH_BYTES + header_length  # the first byte of the values
+        if header_length > LONGEST_HEADER or self._start > size:
             raise PlaceError(path, "it is no safetensors file")
         content = b"".join(pieces_of(path, LENGTH_BYTES, self._start))
+        bytes_of_values = size - self._start
         try:
             header = dict(parse_json(content))
             header.pop("__metadata__", None)
             self._tensors = {
-                name: _entry(entry, size - self._start) for name, entry in header.items()
+                name: _entry(fields, bytes_of_values) for name, fields in header.items()
             }
         except (ValueError, KeyError, TypeError) as error:
             raise PlaceError(path, f"its header is damaged ({error})") from error
@@ -52,18 +61,18 @@ class RemoteShard:
         return RemoteTensor(self._path, dtype, shape, self._start + first)
 
 
-def _entry(entry: Any, room: int) -> tuple[torch.dtype, list[int], int]:
-    """Return dtype, shape and first byte of a tensor by its entry of the header. Raises ValueError,
-    KeyError and TypeError for one that does not fit. room: bytes of all values."""
-    dtype = DTYPES[entry["dtype"]]
-    shape = entry["shape"]
-    first, last = entry["data_offsets"]
-    sizes = (*shape, first, last)
-    if not all(type(number) is int and number >= 0 for number in sizes):
+def _entry(fields: Any, bytes_of_values: int) -> _Entry:
+    """Return a tensor by its fields in the header. Raises ValueError, KeyError and TypeError unless
+    it lies in the file, whose values have so many bytes together."""
+    dtype = DTYPES[fields["dtype"]]
+    shape = fields["shape"]
+    first, last = fields["data_offsets"]
+    numbers = (*shape, first, last)
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a size is none")
-    if last > room or last - first != prod(shape) * dtype.itemsize:
+    if last > bytes_of_values or last - first != prod(shape) * dtype.itemsize:
         raise ValueError("a tensor does not lie in the file")
-    return dtype, shape, first
+    return _Entry(dtype, shape, first)
 
 
 class RemoteTensor:
@@ -83,18 +92,18 @@ class RemoteTensor:
         """Return a part of the tensor. The rows that have it are read, and no others. Raises
         PlaceError."""
         slices = index if isinstance(index, tuple) else (index,)
-        if not slices:
+        if not slices:  # a scalar
             return self._rows(0, 1, []).view(())
         first, last, _ = slices[0].indices(self._shape[0])
         rows = self._rows(first, last, self._shape[1:])
         return rows[:, *slices[1:]]
 
     def _rows(self, first: int, last: int, row_shape: list[int]) -> Tensor:
-        """Return rows [first, last), of `row_shape` each."""
+        """Return rows [first, last), of `row_shape` each: [last - first, *row_shape]."""
         row_bytes = prod(row_shape) * self._dtype.itemsize
         num_rows = max(0, last - first)
         values = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
-        unfilled = values.numpy().data
+        unfilled = values.numpy().data  # a view of what has not arrived yet
         start = self._start + first * row_bytes
         for piece in pieces_of(self._path, start, start + len(unfilled)):
             unfilled[: len(piece)] = piece

@@ -203,11 +203,11 @@ def _open_on_all_ranks(
 
 
 def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
-    """Return the result of `make`. If it raises UserError on one rank, every rank raises one.
-    Collective."""
+    """Return the result of `make`, which does not communicate. If it raises UserError on one rank,
+    every rank raises one. Collective over the world."""
     # A rank that raised alone would leave the others waiting in the next collective.
     problem: UserError | None = None
-    results: list[T] = []  # one, or none after an error
+    results: list[T] = []  # of this rank: one, or none after an error
     try:
         results.append(make())
     except UserError as error:
@@ -274,8 +274,8 @@ def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]
 
 
 def _require_state(store: Store, optimizer: ParallelAMPOptimizer) -> None:
-    """Raise UserError unless the checkpoint has the moments that this rank reads, and all parts of
-    its tensors, with those of an average that it has."""
+    """Raise UserError unless the checkpoint has all parts of the weights and moments that this rank
+    reads, and, if it has an average of the weights, of that."""
     needed: dict[str, None] = {}
     for buffer in optimizer.all_buffers():
         needed |= dict.fromkeys(buffer.state)
@@ -300,8 +300,8 @@ def _require_same_rule(
     name: str,
     buffer: Buffer,
 ) -> None:
-    """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer
-    does not keep."""
+    """Raise UserError, with the reason, if the checkpoint lacks the moment `kind` of the tensor
+    `name` because that was not trained or was trained by another update rule."""
     tensors = store.index["tensors"]
     if f"{kind}/{name}" in tensors:
         return
@@ -325,13 +325,12 @@ def _require_same_rule(
 
 
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
-    """Read a kind of this rank's shard of a buffer."""
+    """Read this rank's shard of a buffer. kind: "weight" for the masters, "ema", or the name of a
+    moment."""
     for owned in buffer.owned_pieces():
-        piece = owned.piece
-        first = owned.span.start - piece.start
-        last = owned.span.stop - piece.start
-        values = store.read_range(kind, piece.part, first, last)
-        buffer.restore(kind, owned.span.start - buffer.start, values)
+        in_part = owned.in_part
+        values = store.read_range(kind, owned.piece.part, in_part.start, in_part.stop)
+        buffer.restore(kind, owned.in_shard.start, values)
 
 
 @torch.no_grad()

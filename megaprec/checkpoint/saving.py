@@ -59,8 +59,9 @@ from megaprec.tokens.places import is_remote
 
 LONGEST_LIST = 1 << 32  # bytes of a list at a URL
 FAN = 128  # lists that one rank merges into one; with fewer ranks, rank 0 merges all of them
-# What a rank contributes to the maximum in `poll`; otherwise the number of the hidden folder, 0 if
-# it knows none. A failure is only acted on when no rank is busy, so BUSY is the larger one.
+# The status of a rank that is busy or has failed, of which `poll` takes the maximum over ranks. The
+# status of any other rank is the number of the hidden folder, 0 if it knows none. A failure is only
+# acted on when no rank is busy, so BUSY is the larger one.
 BUSY = 2e9
 FAILED = 1e9
 UNSAVED = (
@@ -156,9 +157,11 @@ class Saving:
         return self._outcome
 
     def finish(self) -> Outcome:
-        """Wait for the outcome. Collective. In the background, no rank waits long in one
-        collective, however slow the disk of another is; between steps, all wait for the slowest in
-        the first.
+        """Wait for the outcome. Collective.
+
+        If the save is in the background, no rank waits long in one collective, however slow the
+        disk of another is: they ask each other again after each PAUSE. If it is not, all wait for
+        the slowest rank in the first collective.
         """
         while (outcome := self.poll()) is None:
             if self._thread is not None:
@@ -222,11 +225,11 @@ class Saving:
             self._error = error
 
     def _write(self, partial: Path) -> None:
-        """Write this rank's files, and the list of them that rank 0 will read. Free the copy as it
-        is written.
+        """Write this rank's files, and the list of them that rank 0 will read. Each tensor's copy
+        is freed when it is written.
 
-        To free it takes a fifth of the time of copying it, for which the thread that trains would
-        wait.
+        Freeing takes a fifth of the time of copying. Later, the thread that trains would wait for
+        it.
         """
         digests = dict[str, str]()
         self._snapshot.wait()
@@ -261,9 +264,10 @@ class Saving:
     def _commit(self, partial: Path) -> None:
         """Make the checkpoint of what the ranks have written, then remove older ones."""
         try:
-            # Those that have a list: all of them, or the FAN-th ones that have merged.
-            step = FAN if self._world.size > FAN else 1
-            index = _make_index(partial, range(0, self._world.size, step), self._index)
+            # the ranks that have a list: all, or each FAN-th one, which has merged those of FAN
+            distance = FAN if self._world.size > FAN else 1
+            ranks_with_list = range(0, self._world.size, distance)
+            index = _make_index(partial, ranks_with_list, self._index)
             stage_index(partial, index)
             self._warnings += make_way(self.folder, self.step)
             self._warnings += record_save(self.folder, self.step, index, self._losses)
@@ -309,7 +313,8 @@ def changed_module_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
-    # by path or sentence: None for a buffer, code and fields for a problem
+    # What this rank tells the others: the paths of buffers, each with None. If a parameter cannot
+    # be saved, the sentences of problems instead, each with its code and fields.
     local: dict[str, Any] = dict.fromkeys(optimizer.frozen.changed_buffers())
     try:
         optimizer.frozen.require_savable()
@@ -342,6 +347,7 @@ def _list_name(rank: int) -> str:
 
 
 def _write_list(partial: Path, rank: int, written: dict[str, Any]) -> None:
+    """Write the list of what a rank has written into the hidden folder. Raises OSError."""
     content = json.dumps(written).encode()
     file = partial / _list_name(rank)
     if is_remote(partial):

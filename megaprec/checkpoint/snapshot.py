@@ -95,14 +95,17 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
 
 
 def copied_bytes(optimizer: ParallelAMPOptimizer) -> Iterator[int]:
-    """Yield the bytes of each copy from a GPU that `take_snapshot` begins, in its order."""
+    """Yield the number of bytes of each copy from a GPU that `take_snapshot` begins, in its
+    order."""
     for buffer in optimizer.all_buffers():
         ranges = list(owned_ranges(buffer, optimizer.pp.rank))
         for values in buffer.saved_empty().values():
             if not _goes_to_pinned_memory(values.device):
                 continue
             for run in _runs(ranges, values.itemsize):
-                yield (run[-1].last - run[0].first) * values.itemsize
+                first = run[0].first
+                last = run[-1].last
+                yield (last - first) * values.itemsize
     # what cannot be saved is refused by name after the first step
     with suppress(UserError):
         for frozen in _saved_frozen(optimizer):
@@ -131,17 +134,19 @@ def _add_buffer(
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
         for run in _runs(ranges, values.itemsize):
-            # one copy from the device for a run; `values` begins at the shard, `buffer.start`
-            begin = run[0].first
-            values_of_run = values[begin - buffer.start : run[-1].last - buffer.start]
+            # one copy from the device for a run; `values` begins at element `buffer.start`
+            first = run[0].first
+            last = run[-1].last
+            values_of_run = values[first - buffer.start : last - buffer.start]
             on_cpu = _on_cpu(values_of_run, copy, copies)
             for saved_range in run:
-                stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
+                stored = on_cpu[saved_range.first - first : saved_range.last - first]
                 _add_range(snapshot, file, kind, saved_range, stored)
 
 
 def _runs(ranges: Sequence[OwnedRange], itemsize: int) -> Iterator[list[OwnedRange]]:
-    """Yield ranges that follow each other, as many as span no more than a block of pinned memory.
+    """Yield the ranges, which are in order, in lists of neighbours. A list spans at most as many
+    bytes as the largest block of pinned memory has, or is a single range.
 
     Such memory is rounded up to a power of two: a block for a buffer of all experts of a layer
     could be gigabytes too large.
@@ -167,14 +172,15 @@ def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
         layouts += [layout] * len(layout.parts)
     share_start, share_stop = buffer.share
     for piece, layout in zip(buffer.pieces, layouts, strict=True):
-        # What of the piece is in this rank's share of the buffer; nothing of it may be.
-        first = max(piece.start, share_start)
-        last = max(first, min(piece.stop, share_stop))
-        # Each copy over tp, on each pipeline rank that holds a tied one, saves an equal part.
-        copies = piece.part.copies
-        number = piece.part.copy + copies * layout.holder(pp_rank)
-        count = copies * max(1, len(layout.tied))
-        first, last = share(first, last, number, count)
+        # what of the piece is in this rank's share of the buffer, which may be nothing
+        start = max(piece.start, share_start)
+        stop = max(start, min(piece.stop, share_stop))
+        # Ranks that hold the same elements save an equal part each: those of tp with a copy of the
+        # slice, on each pipeline rank with a copy of a tied parameter.
+        tp_copies = piece.part.copies
+        number_of_copy = piece.part.copy + tp_copies * layout.holder(pp_rank)
+        num_copies = tp_copies * max(1, len(layout.tied))
+        first, last = share(start, stop, number_of_copy, num_copies)
         if first < last:
             yield OwnedRange(piece, first, last)
 
@@ -187,7 +193,7 @@ def _on_cpu(
     """Return the values in host memory.
 
     copy: True if they must not share the memory of `values`.
-    copies: those from a GPU, of which this is then one.
+    copies: takes values of a GPU, whose copy is only started here.
     """
     if _goes_to_pinned_memory(values.device):
         return copies.start(values.detach())

@@ -59,8 +59,8 @@ class ExpertAxes:
             return None
         # world ranks, [stage, replica, expert, slice]
         ranks = mesh.mesh.reshape(pp.size, -1, expert, tensor)
-        own_position = (ranks == dist.get_rank()).nonzero()[0]
-        _, replica, expert_rank, slice_rank = own_position.tolist()
+        (own_position,) = (ranks == dist.get_rank()).nonzero().tolist()  # a rank is there once
+        _, replica, expert_rank, slice_rank = own_position
         # in one order on all ranks, for each makes process groups
         expert_tp = tp if tensor == tp.size else _axis("tp", ranks, 3, slice_rank)
         spread = _axis("expert", ranks, 2, expert_rank)

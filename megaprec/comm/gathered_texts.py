@@ -39,7 +39,7 @@ def gather_texts(
     """Return the different texts of all ranks, each once, in the order of the last rank that has
     it. Collective."""
     lengths = _sender_lengths(local_text, world, device)
-    # by sender, where its text ends among the joined ones
+    # by sending rank: the position at which its text ends, if all texts are joined
     ends = dict(zip(lengths, accumulate(lengths.values()), strict=True))
     joined = bytearray(sum(lengths.values()))
     if world.rank in lengths:
@@ -63,8 +63,8 @@ def _sender_lengths(
     world: Axis,
     device: torch.device,
 ) -> dict[int, int]:
-    """Return the length of the text of each rank that is the last one with its text, in rank
-    order."""
+    """Return which ranks send a text, in rank order, and its length in bytes: of all ranks with
+    the same text the last one sends it. Collective."""
     local_announcement = _announcement(local_text).to(device)
     announcements = world.gather(local_announcement).cpu().numpy().tobytes()
     size = 8 * _WORDS

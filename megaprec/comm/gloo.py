@@ -113,7 +113,8 @@ class _ScatterSumOfTwo:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        """Start to exchange a piece, in the memory of the last but one."""
+        """Start to exchange piece `number` of both halves. It is received in the memory of the
+        piece before the last one."""
         own = self._own[number]
         received = self._received[number % 2][: len(own)]
         incoming = [received, received]  # of both ranks; that of this one is not read
@@ -122,6 +123,7 @@ class _ScatterSumOfTwo:
         self._started.append(Pending(works, received))
 
     def __call__(self) -> None:
+        """Wait for all pieces, and add each to this rank's half."""
         for number, own in enumerate(self._own):
             received = self._started.popleft()()
             own.add_(received)

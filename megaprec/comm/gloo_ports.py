@@ -83,13 +83,15 @@ def _shut(number: int) -> None:
 def _require_own_connections(address: Address) -> None:
     """Raise UserError if another user of this machine is connected to an address."""
     own_users = {os.geteuid(), ROOT}
+    host, port = address
     for user in _users_connected_to(address):
         if user not in own_users:
-            raise UserError.of("comm.other_user", address=address[0], port=address[1], user=user)
+            raise UserError.of("comm.other_user", address=host, port=port, user=user)
 
 
 def _users_connected_to(address: Address) -> Iterator[int]:
-    """Yield the users of this machine with a connection to an address."""
+    """Yield the users of this machine with a connection to an address, by the kernel's table of
+    connections ("man 5 proc")."""
     host, port = address
     is_ipv6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_ipv6 else socket.AF_INET, host)
@@ -99,7 +101,7 @@ def _users_connected_to(address: Address) -> Iterator[int]:
     written = f"{written_host}:{port:04X}"
     table = Path("/proc/net/tcp6" if is_ipv6 else "/proc/net/tcp")
     with suppress(OSError):
-        _, *rows = table.read_text().splitlines()
+        _, *rows = table.read_text().splitlines()  # the first line has the names of columns
         for row in rows:
             _, _, remote, state, _, _, _, user, *_ = row.split()
             if remote == written and state in OPEN_STATES:

@@ -36,8 +36,9 @@ def make_groups(rank_groups: Tensor, backend: str | None = None) -> dist.Process
     assert world is not None, "torch.distributed is not initialized"
     rank = dist.get_rank()
     limit = time_limit_of(world)
-    own_rows = (rank_groups == rank).any(1)
-    members = rank_groups[own_rows].flatten().tolist() or [rank]
+    is_own_row = (rank_groups == rank).any(1)
+    members = rank_groups[is_own_row].flatten().tolist() or [rank]  # of this rank's group
+    # the groups of all ranks of the world
     grouped_ranks = set(rank_groups.flatten().tolist())
     all_rows = rank_groups.tolist()
     for other_rank in range(dist.get_world_size()):
@@ -79,13 +80,17 @@ def _make_one_by_one(
     limit: timedelta,
     backend: str | None,
 ) -> object:
-    """Make the groups in turn, each by all ranks; return this rank's.
+    """Make the groups in turn, each by all ranks; return the one that this rank is in.
 
     Also a group of one rank: torch counts the calls of each rank, and names groups by the count.
     """
-    groups = [dist.new_group(row, timeout=limit, backend=backend) for row in rows]
-    (group,) = (group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return group
+    group_of_rank = None
+    for row in rows:
+        group = dist.new_group(row, timeout=limit, backend=backend)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            assert group_of_rank is None, "a rank is in two groups of one split"
+            group_of_rank = group
+    return group_of_rank
 
 
 def _make_among_members(
@@ -108,22 +113,24 @@ class _PairSet:
 def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Distribute pairs of ranks over few sets in which no rank occurs twice.
 
-    Return the numbers of each set's pairs. Neighbours on a line or on a ring of an even number of
-    ranks need as many sets as a rank has pairs.
+    Return, for each set, the positions of its pairs among `pairs`. Neighbours on a line or on a
+    ring of an even number of ranks need as many sets as a rank has pairs.
     """
-    numbered = [(number, set(pair)) for number, pair in enumerate(pairs)]
+    ranks_of_pairs = [set(pair) for pair in pairs]
 
-    def neighbours_first(numbered_pair: tuple[int, set[int]]) -> tuple[bool, int]:
-        ranks = numbered_pair[1]
-        return max(ranks) - min(ranks) > 1, min(ranks)
+    def neighbours_first(number: int) -> tuple[bool, int]:
+        first = min(ranks_of_pairs[number])
+        last = max(ranks_of_pairs[number])
+        return last - first > 1, first
 
     sets: list[_PairSet] = []
     # neighbours first: of a ring of even length they fill two sets completely
-    for number, ranks in sorted(numbered, key=neighbours_first):
-        free_set = next((pairs for pairs in sets if not pairs.busy_ranks & ranks), None)
+    for number in sorted(range(len(ranks_of_pairs)), key=neighbours_first):
+        ranks = ranks_of_pairs[number]
+        free_set = next((pair_set for pair_set in sets if not pair_set.busy_ranks & ranks), None)
         if free_set is None:
             free_set = _PairSet()
             sets.append(free_set)
         free_set.numbers.append(number)
         free_set.busy_ranks |= ranks
-    return [pairs_of_set.numbers for pairs_of_set in sets]
+    return [pair_set.numbers for pair_set in sets]

@@ -333,7 +333,7 @@ def watch_gradient(parameter: nn.Parameter, on_gradient: Callable[[], None]) -> 
     with torch.enable_grad(), without_torch_function():
         use = parameter.view_as(parameter).grad_fn
     assert use is not None
-    node = use.next_functions[0][0]
+    (node, _), *_ = use.next_functions
     assert node is not None
 
     def after_node(*_: Tensor | tuple[Tensor, ...]) -> None:

@@ -12,7 +12,7 @@ The numbers are SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import blake2b
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from statistics import NormalDist
 from typing import NamedTuple
@@ -115,15 +115,17 @@ def normal_range(
     offset = part.start * prod(part.shape[dim + 1 :])  # of the first row
     values = torch.empty(last - first, dtype=dtype)
     tensor_key = key(seed, part.name)
-    # the rest of a row, whole rows, and the beginning of a row
-    whole_start = min(last, -(-first // row_length) * row_length)
+    # three runs, each a matrix: the rest of a row, whole rows, and the beginning of a row
+    whole_start = min(last, -(-first // row_length) * row_length)  # the next beginning of a row
     whole_stop = max(whole_start, last // row_length * row_length)
-    for start, stop in ((first, whole_start), (whole_start, whole_stop), (whole_stop, last)):
-        if start < stop:
-            row, column = divmod(start, row_length)
-            rows = max(1, (stop - start) // row_length)
-            matrix = values[start - first : stop - first].view(rows, -1)
-            _fill_normal(matrix, tensor_key, row * row_stride + offset + column, row_stride, std)
+    for start, stop in pairwise((first, whole_start, whole_stop, last)):
+        if start == stop:
+            continue
+        row, column = divmod(start, row_length)
+        num_rows = max(1, (stop - start) // row_length)
+        matrix = values[start - first : stop - first].view(num_rows, -1)
+        first_index = row * row_stride + offset + column  # in the logical tensor
+        _fill_normal(matrix, tensor_key, first_index, row_stride, std)
     return values
 
 
@@ -134,8 +136,10 @@ def _fill_normal(
     row_stride: int,
     std: float,
 ) -> None:
-    """Fill a matrix with normal numbers: row r has those of the logical indices from
-    first_index + r * row_stride on."""
+    """Fill the matrix `values` with normal numbers of deviation `std`, which several threads draw.
+
+    Row r has the numbers of the consecutive logical indices from first_index + r * row_stride on.
+    """
     row_length = values.shape[1]
     rows_in_block = max(1, _BLOCK // row_length)
 
@@ -190,7 +194,7 @@ def _normal_pairs(words: Tensor) -> Tensor:
     """
     halves = words.unsqueeze(-1).view(torch.int32)
     probability = (halves & 0x7FFFFFFF).float().add_(0.5)  # in units of 2**-32
-    # exponent and first bits of the mantissa, of 23 bits
+    # the exponent and the first _SEGMENTS of the 23 bits of the mantissa
     segments = probability.view(torch.int32) >> (23 - _SEGMENTS)
     segment = segments.flatten()
     lines = _quantile_lines()

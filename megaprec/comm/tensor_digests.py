@@ -66,8 +66,9 @@ def digest(tensor: Tensor) -> Tensor:
 def digest_terms(values: Tensor, part: Part, start: int) -> Tensor:
     """Return the terms of some elements in the digest of their logical tensor: int64 [2].
 
-    Added over all elements of the tensor, wherever these are, the terms are its digest, the same in
-    every layout. Negative zero counts as zero: a sum in another order may have either.
+    The digest of a logical tensor is the sum of the terms of all its elements, on whatever ranks
+    they are: the same in every layout. Negative zero counts as zero: a sum in another order may
+    have either.
 
     values: [n], elements [start, start + n) of the flattened slice, of any floating-point dtype.
     part: the slice of the logical tensor.
@@ -102,10 +103,12 @@ def _sum_flat(
     column_constants: Tensor,
     to_lanes: ToLanes,
 ) -> Tensor:
-    """Return the sums over elements [start, start + len(values)) of a flattened matrix: int64 [2].
+    """Return the two sums of a digest over elements [start, start + len(values)) of a flattened
+    matrix: int64 [2].
 
-    row_constants, column_constants: of the matrix, int64 [2, rows] and [2, columns].
-    to_lanes: returns the lanes of some of the values.
+    values: those elements, flat.
+    row_constants, column_constants: of the whole matrix, int64 [2, rows] and [2, columns].
+    to_lanes: returns the lanes, int64, of some of the values.
     """
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not len(values):
@@ -143,8 +146,12 @@ def _sum_table(
     column_constants: Tensor,
     to_lanes: ToLanes,
 ) -> Tensor:
-    """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and
-    columns, int64 [2, c]."""
+    """Return int64 [2]: both sums, over a table [r, c], of lane * constant of its row * constant of
+    its column.
+
+    row_constants, column_constants: int64 [2, r] and [2, c], for the two sums.
+    to_lanes: as in `_sum_flat`.
+    """
     block = BLOCK if table.device.type == "cpu" else _DEVICE_BLOCK
     block_rows = max(1, block // table.shape[1])
     total = torch.zeros(2, dtype=torch.int64, device=table.device)

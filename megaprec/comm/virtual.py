@@ -75,18 +75,20 @@ class VirtualAxis:
                 f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} virtual "
                 "ranks"
             )
-        # by term, the chunks of this process's virtual ranks
+        # Each term of the sum, a leaf or a node of the tree, as a list of chunks: one for each
+        # virtual rank of this process.
         if self.real.size == 1:
-            chunked = [leaf.chunk(self.size) for leaf in leaves]
+            chunks_of_terms = [leaf.chunk(self.size) for leaf in leaves]
         else:
-            # of each node of a process: the nodes of all processes, of this process's chunk
+            # for each own node: of that node of every process, what belongs to this process
             received: list[Sequence[Tensor]] = []
             for node in self._nodes(leaves):
                 received.append(self.real.exchange(node).chunk(self.real.size))
             # process by process, which is the order of the virtual ranks
             nodes = chain.from_iterable(zip(*received, strict=True))
-            chunked = [node.chunk(self.num_local) for node in nodes]
-        return [tree_sum(terms).to(dtype) for terms in zip(*chunked, strict=True)]
+            chunks_of_terms = [node.chunk(self.num_local) for node in nodes]
+        # the terms of one chunk at a time
+        return [tree_sum(terms).to(dtype) for terms in zip(*chunks_of_terms, strict=True)]
 
     def max(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the elementwise maximum over all virtual ranks; a NaN on any of them gives NaN."""

@@ -32,7 +32,7 @@ LINES = 3  # of a summary
 
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# as faulthandler writes other than ASCII
+# as faulthandler writes what is not ASCII: \x, \u or \U, and the digits of the code point
 ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
@@ -71,8 +71,8 @@ def main_calls() -> list[RunningCall]:
 
 
 def failed_calls(error: BaseException) -> list[RunningCall]:
-    """Return the calls in which an exception was raised, innermost first: those of the exception
-    that it was raised from before its own."""
+    """Return the calls in which an exception was raised, innermost first. The calls of an exception
+    that it was raised from come before its own."""
     raised: list[RunningCall] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -113,20 +113,25 @@ def _unescape(text: str) -> str:
     """Return a text in which faulthandler escaped what is not ASCII."""
 
     def character(escape: re.Match[str]) -> str:
-        digits = escape[1] or escape[2] or escape[3]
+        of_two, of_four, of_eight = escape.groups()  # digits, in one of the three forms
+        digits = of_two or of_four or of_eight
         return chr(int(digits, 16))
 
     return ESCAPED.sub(character, text)
 
 
 def summarize_calls(stack_calls: Sequence[RunningCall]) -> tuple[bool, list[str]]:
-    """Return True if a thread with these calls is in a transfer between ranks, and its innermost
-    lines outside of libraries."""
+    """Return True if a thread with these calls waits for a transfer between ranks, and up to LINES
+    of its innermost lines outside of libraries.
+
+    stack_calls: innermost first.
+    """
     waits = False
     lines: list[str] = []
     for stack_call in stack_calls:
-        # only calls further in than the first line: those are what that line waits for
-        waits |= not lines and stack_call.file.startswith(WAITING)
+        # what is further in than the first line is what that line waits for
+        if not lines and stack_call.file.startswith(WAITING):
+            waits = True
         if not stack_call.file.startswith(OUTSIDE):
             lines.append(f"{stack_call.file}:{stack_call.line} {stack_call.function}")
         if len(lines) == LINES:

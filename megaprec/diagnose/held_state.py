@@ -207,7 +207,9 @@ def compare(
     others: the holders of all but the experts.
     experts: those of experts on ranks of their own; None if there are none.
     """
-    differs = torch.zeros(2, dtype=torch.bool, device=device)  # of weights and of gradients
+    weights = 0  # their places in `differs`
+    gradients = 1
+    differs = torch.zeros(2, dtype=torch.bool, device=device)
     groups = [(others, False)]
     if experts is not None:
         groups.append((experts, True))
@@ -215,16 +217,16 @@ def compare(
         of_group = [held for held in all_held if held.expert == of_experts]
         # the same on all ranks, so that all enter the same gathers
         copy_counts = sorted({held.copies for held in of_group} - {1})
-        for index, gradients in enumerate((False, True)):
-            held_digests = _select(of_group, gradients)
-            differs[index] |= _differ(held_digests, holders, copy_counts, device)
-    for index, gradients in enumerate((False, True)):
-        tied = [held for held in _select(all_held, gradients) if held.tied]
+        for place in (weights, gradients):
+            held_digests = _select(of_group, place == gradients)
+            differs[place] |= _differ(held_digests, holders, copy_counts, device)
+    for place in (weights, gradients):
+        tied = [held for held in _select(all_held, place == gradients) if held.tied]
         rows = pp.gather(_fold(tied, device))  # a digest of each pipeline rank
         # pipeline ranks without tied parameters have zeros
         rows = rows[rows.any(1)]
-        differs[index] |= (rows != rows[:1]).any()
-    return Agreement(*differs.unbind())
+        differs[place] |= (rows != rows[:1]).any()
+    return Agreement(differs[weights], differs[gradients])
 
 
 def _select(held_digests: Sequence[HeldDigest], gradients: bool) -> list[HeldDigest]:
@@ -238,17 +240,18 @@ def _differ(
     copy_counts: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """Return bool [], True if ranks that must hold the same hold something else. copy_counts:
-    numbers of copies over tp.
+    """Return bool [], True if ranks that must hold the same hold something else.
 
+    copy_counts: the numbers, above 1, of neighbouring tp ranks that hold one slice.
     Collective over the replicas, then over tp.
     """
     differs = torch.zeros((), dtype=torch.bool, device=device)
-    # Of `sharing` neighbouring replicas each holds another shard: compare every `sharing`-th one.
-    for sharded, group_size in ((False, 1), (True, holders.sharing)):
+    # Each of `sharing` neighbouring replicas holds another shard of the state: a shard is compared
+    # with that of every `sharing`-th replica. What is not sharded all replicas hold.
+    for sharded, num_shards in ((False, 1), (True, holders.sharing)):
         compared = [held for held in held_digests if held.sharded == sharded]
         digests = holders.replicas.gather(_fold(compared, device))
-        groups = digests.view(-1, group_size, 2)
+        groups = digests.view(-1, num_shards, 2)
         differs |= (groups != groups[:1]).any()
     for copies in copy_counts:
         copied = [held for held in held_digests if held.copies == copies]

@@ -188,11 +188,12 @@ class DigestTrace:
         return self._newest.digest
 
     def _enter_module(self, stage: int, path: str, args: tuple[Any, ...], _: object) -> None:
-        """Begin to trace, if the stage's turn has come."""
-        if path:  # a module of the stage, not the stage itself
+        """Begin to trace, if the stage's turn has come. path: of the module, "" for the stage
+        itself. args: its positional arguments."""
+        if path:
             return
         self._turns_left[stage] -= 1
-        if self._turns_left[stage] == -1:  # turns are counted from 0
+        if self._turns_left[stage] == -1:  # turn 0 is the first pass
             self._traced_stage = stage
             for tensor in tensors(args[:1]):
                 if not tensor.is_floating_point():

@@ -5,6 +5,11 @@ changed. A tensor whose gradient was zero everywhere need not move: an expert th
 a tensor that the loss does not depend on. Any other must, as soon as its update is not lost to the
 rounding of its masters. Gradients are read once, in the steps that are checked.
 
+The reach of a tensor says how large its update is beside that rounding. It is the largest ratio of
+a gradient, at most 1, to its weight, over the relative distance of neighbouring numbers of the
+masters' dtype, times the tensor's factor of the learning rate. Times the rate, a reach above 1 is
+an update that rounding does not lose.
+
 Frozen parameters have no gradient and are in no buffer; their digests must stay the same.
 """
 
@@ -27,7 +32,8 @@ from megaprec.optim.state.flat_buffer import Buffer
 SAFETY = 8.0
 TINY = 1e-30  # in place of a weight of zero, which any update moves
 BLOCK = 1 << 20  # elements that are compared at once, so that temporaries are small
-# in place of a reach: of a tensor without a rate, and of one that this rank does not hold
+# In place of a reach, below all of them: of a tensor whose factor of the rate is 0, and of one that
+# this rank does not hold.
 STILL = -1.0
 UNSEEN = -2.0
 
@@ -70,9 +76,7 @@ class Movement(StepObserver):
         self._before: Mapping[str, str] = {}
         self._balanced = self._balanced_names()
         self._frozen = self._digest_frozen()
-        # by logical name: the largest gradient over what rounding can lose of its weight, times
-        # the factor of the rate; STILL if that is 0
-        self._reach: dict[str, Tensor] = {}
+        self._reach: dict[str, Tensor] = {}  # of this rank's tensors, by logical name
 
     def remember(self) -> None:
         """Note the weights as they are, with which those after a step are compared."""
@@ -83,7 +87,7 @@ class Movement(StepObserver):
         self._optimizer.observers.append(self)
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
-        """Note how far the gradients reach above the rounding of the weights."""
+        """Note the reach of each tensor that this rank holds elements of."""
         self._reach = {}
         for buffer in buffers:
             if buffer.holds_loads:  # moved by counts, which may be equal
@@ -98,7 +102,7 @@ class Movement(StepObserver):
         now = self._weights()
         moved = [name for name, digits in now.items() if digits != self._before[name]]
         self._before = now
-        factor = report.lr * self._clip_factor(report) / SAFETY
+        rate = report.lr * self._clip_factor(report) / SAFETY
         unmoved: list[str] = []
         lost: list[str] = []
         without_gradient: list[str] = []
@@ -109,7 +113,11 @@ class Movement(StepObserver):
             elif reach == STILL and name in moved:
                 still_moved.append(name)
             elif reach > 0 and name not in moved:
-                (unmoved if reach * factor > 1 else lost).append(name)
+                is_large_enough = reach * rate > 1
+                if is_large_enough:
+                    unmoved.append(name)
+                else:
+                    lost.append(name)
         return Moved(
             moved=tuple(moved),
             unmoved=tuple(unmoved),
@@ -119,9 +127,12 @@ class Movement(StepObserver):
         )
 
     def changed(self, applied: bool) -> list[str]:
-        """Return the tensors that have changed since `remember`, of which none should have, and
-        frozen ones that have. applied: the step was, so that what balances loads moves by them,
-        whatever the learning rate."""
+        """Return the tensors that have changed since `remember` though none should have, frozen
+        ones included.
+
+        applied: whether a step was applied. What balances loads may have changed then, because
+            counts move it, whatever the learning rate.
+        """
         self.unwatch()
         now = self._weights()
         changed = [name for name, digits in now.items() if digits != self._before[name]]
@@ -136,7 +147,9 @@ class Movement(StepObserver):
 
         patterns_match: tells if the run freezes a logical name.
         """
-        held = {id(one) for buffer in self._optimizer.all_buffers() for one in buffer.parameters}
+        held: set[int] = set()  # ids of the optimizer's parameters
+        for buffer in self._optimizer.all_buffers():
+            held.update(map(id, buffer.parameters))
         names: dict[str, int] = {}
         for model_part in self._parts:
             for parameter in filter(has_layout, model_part.parameters()):
@@ -179,22 +192,23 @@ class Movement(StepObserver):
         return dict(zip(names, table, strict=True))
 
     def _digest_frozen(self) -> dict[str, Tensor]:
-        return {one.key: one.digest for one in digest_frozen(self._parts)}
+        return {held.key: held.digest for held in digest_frozen(self._parts)}
 
     def _moved_frozen(self) -> tuple[str, ...]:
         """Return the names of frozen tensors that have changed since the last call."""
         now = self._digest_frozen()
-        flags = [(now[key] != digest).any() for key, digest in self._frozen.items()]
         before = self._frozen
         self._frozen = now
+        have_moved = [(now[key] != digest).any() for key, digest in before.items()]
         world = self._optimizer.world
         device = self._optimizer.device
-        flag = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
-        if not world.max_(flag.to(device).float()).item():
+        has_any = torch.stack(have_moved).any() if have_moved else torch.zeros((), dtype=torch.bool)
+        # nearly always none has, and then names need not be exchanged
+        if not world.max_(has_any.to(device).float()).item():
             return ()
         names: dict[str, int] = {}
-        for key, moved in zip(before, flags, strict=True):
-            if moved:
+        for key, has_moved in zip(before, have_moved, strict=True):
+            if has_moved:
                 names[_name_of(key)] = 1
         return tuple(sorted(gather_entries(names, world, device)))
 
@@ -211,21 +225,22 @@ def _reaches(
     masters = buffer.masters
     for owned in buffer.owned_pieces():
         factor = factor_of(owned.piece.part)
+        # the relative distance of neighbouring numbers: smaller changes may be lost
         if masters is not None:
             weights = buffer.to_device(masters[owned.in_shard])
-            lost = torch.finfo(masters.dtype).eps
+            distance = torch.finfo(masters.dtype).eps
         else:  # FP32, of which the weights are the upper bits
             weights = buffer.own_weights[owned.in_shard]
-            lost = torch.finfo(torch.float32).eps
+            distance = torch.finfo(torch.float32).eps
         gradients = buffer.local_grads[owned.in_shard]
         reach = torch.full((), STILL, dtype=torch.float64, device=weights.device)
         if factor:
-            reach = _reach(gradients, weights, scale) * factor / lost
+            reach = _largest_ratio(gradients, weights, scale) * factor / distance
         yield owned.piece.part.name, reach
 
 
-def _reach(gradients: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    """Return the largest ratio of a gradient, without its scale and at most 1, to its weight:
+def _largest_ratio(gradients: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
+    """Return the largest ratio of a gradient, without the loss scale and at most 1, to its weight:
     float64 []."""
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
     blocks = zip(gradients.detach().split(BLOCK), weights.detach().split(BLOCK), strict=True)

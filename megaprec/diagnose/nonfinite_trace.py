@@ -142,6 +142,8 @@ class Trace(AbstractContextManager["Trace"]):
         module_path: str | None,
         dtype: torch.dtype,
     ) -> NonfiniteFinding:
+        """Return the finding about a tensor that is not finite. Arguments are those of `look`, and
+        the largest finite magnitude."""
         module = self._modules.get(module_path) if module_path is not None else None
         parameters: tuple[str, ...] = ()
         entering = 0.0
@@ -169,6 +171,8 @@ class Trace(AbstractContextManager["Trace"]):
     def _check_inputs(
         self, module_path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the inputs of a module before its forward pass; return them as views whose
+        gradients are checked too."""
         largest = 0.0
         for tensor in _floating_inputs((args, kwargs)):
             # an inf or NaN in an input arose in the calling module
@@ -179,6 +183,8 @@ class Trace(AbstractContextManager["Trace"]):
         return map_tensors(args, watch), map_tensors(kwargs, watch)
 
     def _check_outputs(self, module_path: str, output: Any) -> Any:
+        """Check the outputs of a module after its forward pass; return them as views whose
+        gradients are checked too."""
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.look(f"output of {_describe(module_path)}", tensor, module_path)
         check = partial(self._check_output_gradient, module_path, self._caller())

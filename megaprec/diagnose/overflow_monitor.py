@@ -127,6 +127,7 @@ class OverflowMonitor:
         return "lower the learning rate, look at the samples, or train in bf16"
 
     def _judge(self, num_skipped: int) -> str:
+        """Return in words whether so many skipped steps of the newest WINDOW are normal."""
         if self.scaling.kind == "none":
             return "without a loss scale each one is a sign of instability"
         if self.scaling.kind == "constant":

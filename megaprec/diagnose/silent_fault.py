@@ -58,12 +58,14 @@ class RankEvidence:
     @property
     def replica(self) -> int:
         """Return the data-parallel rank."""
-        return self.coordinates[1]
+        _, dp_rank, _ = self.coordinates
+        return dp_rank
 
     @property
     def coordinates_in_replica(self) -> tuple[int, int]:
         """Return (pp, tp)."""
-        return (self.coordinates[0], self.coordinates[2])
+        pp_rank, _, tp_rank = self.coordinates
+        return pp_rank, tp_rank
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> "RankEvidence":
@@ -121,6 +123,7 @@ class Fault:
         return {**values, "ranks": list(self.ranks), "hosts": list(self.hosts)}
 
     def __str__(self) -> str:
+        """Return the fault in one sentence: who did what wrongly."""
         names = [
             f"rank {rank} on host {host}" for rank, host in zip(self.ranks, self.hosts, strict=True)
         ]
@@ -222,7 +225,8 @@ def _weights_fault(evidence: Sequence[RankEvidence]) -> Fault | None:
             can_be_saved=False,
         )
     if strayed:
-        tensor_description = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
+        first_weight = strayed[0].strayed[0]
+        tensor_description = f"weight {first_weight}, which are not its masters rounded"
         return _fault("weights", tensor_description, strayed, certain=True, can_be_saved=False)
     return None
 
@@ -416,10 +420,10 @@ def _blame(
     first_rows: list[TraceRow] = []
     at_fault: set[tuple[int, int, int]] = set()  # by (pp, dp, tp)
     for replica, trace, right_trace in wrong:
-        trace_row, at_fault_in_replica = _first_difference(trace, right_trace)
+        trace_row, first_ranks = _first_difference(trace, right_trace)
         first_rows.append(trace_row)
-        at_fault |= {(pp, replica, tp) for pp, tp in at_fault_in_replica}
-    # the earliest of all replicas names the tensor; ranks of each replica are to blame
+        at_fault |= {(pp, replica, tp) for pp, tp in first_ranks}
+    # the earliest row of all replicas names the tensor; ranks of each replica are to blame
     earliest = min(first_rows, key=lambda trace_row: trace_row.point)
     return _fault(
         "computation",

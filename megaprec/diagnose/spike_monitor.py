@@ -157,8 +157,9 @@ def _limit(values: Sequence[float], factor: float, noise: float, newest: int) ->
     """Return the upper end of the band of the next value; inf if it has none, as of values that are
     not positive.
 
-    factor: the least that the limit is above what is expected. noise: of the next value, over that
-        of those before. newest: number of values whose median is expected.
+    factor: the limit is at least so many times what is expected.
+    noise: how many times as noisy the next value is as those before.
+    newest: number of values whose median is expected.
     """
     if min(values) <= 0:
         return math.inf
@@ -166,22 +167,25 @@ def _limit(values: Sequence[float], factor: float, noise: float, newest: int) ->
     expected = median(logs[-newest:])
     width = max(_noise_of_rises(logs), _noise_of_errors(logs))
     rises = [later - earlier for earlier, later in pairwise(logs)]
-    recurring = sorted(rises)[-RECURRING]
-    least = max(DEVIATIONS * width, RECURRING_FACTOR * recurring) * noise
-    return math.exp(expected + max(least, math.log(factor)))
+    recurring_rise = sorted(rises)[-RECURRING]  # so large a rise came RECURRING times
+    usual_rise = max(DEVIATIONS * width, RECURRING_FACTOR * recurring_rise) * noise
+    return math.exp(expected + max(usual_rise, math.log(factor)))
 
 
 def _noise_of_rises(logs: Sequence[float]) -> float:
-    """Return the standard deviation of the noise, as the differences of neighbours have it: of the
-    window, or of its newer half if that is noisier, for noise grows as losses fall."""
+    """Return the standard deviation of the noise from step to step, from the differences of
+    neighbours in the window, or in its newer half if that is noisier: noise grows as losses
+    fall."""
     magnitudes = [abs(later - earlier) for earlier, later in pairwise(logs[-WINDOW:])]
-    typical = max(median(magnitudes), median(magnitudes[-len(magnitudes) // 2 :]))
+    newer_half = magnitudes[-len(magnitudes) // 2 :]
+    typical = max(median(magnitudes), median(newer_half))
+    # a difference has the noise of two values
     return NORMAL * typical / math.sqrt(2)
 
 
 def _noise_of_errors(logs: Sequence[float]) -> float:
-    """Return the standard deviation of what values of the window were above the median of the
-    NEWEST before them."""
+    """Return the standard deviation of the errors of the window: how far each value was from the
+    median of the NEWEST values before it, by which it was expected."""
     first = max(NEWEST, len(logs) - WINDOW)
     errors = [logs[at] - median(logs[at - NEWEST : at]) for at in range(first, len(logs))]
     trend = median(errors)

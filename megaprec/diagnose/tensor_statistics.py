@@ -32,10 +32,11 @@ Source = TypeVar("Source")
 class Moments(NamedTuple):
     """The statistics of one tensor.
 
-    mean, rms: of all elements, padding left out. largest: the largest magnitude. zeros: the share
-    of elements that are 0. kurtosis: the fourth central moment over the square of the second: 3 for
-    a normal distribution, large if few elements are much larger than the others; NaN if all are
-    equal.
+    mean, rms: of all elements, padding left out.
+    largest: the largest magnitude.
+    zeros: the share of elements that are 0.
+    kurtosis: the fourth central moment over the square of the second: 3 for a normal distribution,
+        large if few elements are much larger than the others; NaN if all are equal.
     """
 
     mean: float
@@ -154,20 +155,23 @@ class TensorStatistics(StepObserver):
         values_of: Callable[[Source], Tensor],
         divisor: Tensor,
     ) -> dict[str, Moments]:
-        """Return the statistics of values over a divisor, by logical name; a name without elements
-        on any rank is left out.
+        """Return the statistics of values divided by `divisor`, by logical name; a name without
+        elements on any rank is left out. Collective over the world.
 
-        blocks: each with what `values_of` makes its values of, [elements]. They are made twice.
+        blocks: each with its source, of which `values_of` makes its values [elements].
+        values_of: called twice for each block, so that not all values are in memory.
         """
         names = self._names or []
         world = self._optimizer.world
         rows = {name: number for number, name in enumerate(names)}
+        # the means over all ranks first
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=divisor.device)
         for block, source in blocks:
             sums[rows[block.name]] += _sum_and_count(values_of(source))
         sums = world.sum_(sums)
         counts = sums[:, 1].clamp(min=1)
         means = sums[:, 0] / counts
+        # then the powers of the distances from them
         powers = torch.zeros(len(names), 3, dtype=torch.float64, device=divisor.device)
         largest = torch.zeros(len(names), dtype=torch.float64, device=divisor.device)
         for block, source in blocks:
@@ -181,15 +185,17 @@ class TensorStatistics(StepObserver):
         rms = (means.square() + second).sqrt()
         kurtosis = fourth / second.square()
         table = torch.stack((means / divisor, rms / divisor, largest / divisor, zeros, kurtosis), 1)
-        moments = (Moments(*row) for row in table.tolist())
-        held = (sums[:, 1] > 0).tolist()
-        return {
-            name: row for name, row, is_held in zip(names, moments, held, strict=True) if is_held
-        }
+        has_elements = (sums[:, 1] > 0).tolist()
+        moments: dict[str, Moments] = {}
+        for name, row, is_there in zip(names, table.tolist(), has_elements, strict=True):
+            if is_there:
+                moments[name] = Moments(*row)
+        return moments
 
     def _note_output(self, name: str, module: nn.Module, arguments: object, output: Tensor) -> None:
-        """Add a layer's output. Where it is computed again, or by several tensor-parallel ranks,
-        its squares and its elements are counted as often, and their ratio stays the same."""
+        """Add the squares of a layer's output and their number. An output that is computed again,
+        or by several tensor-parallel ranks, adds to both as often, and their ratio stays the
+        same."""
         squares = output.detach().float().square().sum(dtype=torch.float64)
         count = torch.full_like(squares, output.numel())
         row = torch.stack((squares, count))
@@ -197,6 +203,8 @@ class TensorStatistics(StepObserver):
         self._outputs[name] = row if earlier is None else earlier + row
 
     def _sizes_of_outputs(self) -> dict[str, float]:
+        """Return the root mean square of each layer's output, by its name. Collective over the
+        world."""
         names = self._layer_names
         if not names:
             return {}

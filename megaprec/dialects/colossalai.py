@@ -308,6 +308,8 @@ def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
 
 
 def _resolve_torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    """Return the plan of mode TORCH. fp16: the table, here and in the other modes. Raises
+    UserError."""
     config = reading.read(Torch, fp16, "fp16")
     reading.raise_problems()
     scaling = reading.decided_by(
@@ -327,6 +329,7 @@ def _autocast(reading: Reading) -> dict[str, Decision]:
 
 
 def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    """Return the plan of mode PARALLEL, and its clipping. Raises UserError."""
     config = reading.read(ColossalParallel, fp16, "fp16")
     floor = config.min_scale
     ceiling = config.max_scale
@@ -346,8 +349,9 @@ def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 
 
 def _resolve_naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    """Return the plan of mode NAIVE. Raises UserError."""
     config = reading.read(Naive, fp16, "fp16")
-    # none is no limit but that of FP32
+    # without min_scale and max_scale only FP32 limits the scale
     floor = config.min_scale or FLOOR
     ceiling = config.max_scale or CEILING
     refuse_outside(reading, "fp16.initial_scale", config.initial_scale, floor, ceiling)
@@ -371,6 +375,8 @@ def _fp16_with_masters(reading: Reading) -> dict[str, Decision]:
 
 
 def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    """Return the plan of mode APEX: that of the level, with the properties that are set beside it.
+    Raises UserError."""
     config = reading.read(Apex, fp16, "fp16")
     _refuse_apex_contradictions(reading, config)
     reading.raise_problems()
@@ -384,7 +390,7 @@ def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
             level[key] = value
     scale_keys = [f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE)]
     scaling = reading.decided_by(_apex_scaling(config, level["loss_scale"]), *scale_keys)
-    if level["patch_torch_functions"]:
+    if level["patch_torch_functions"]:  # apex casts the arguments of functions, as autocast does
         decisions = _autocast(reading)
         fp16_of_level = reading.decided_by(torch.float16, "fp16.opt_level")
         decisions |= all_of(("compute", "output"), fp16_of_level)
@@ -431,6 +437,7 @@ def _cast_model(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decisio
 
 
 def _apex_scaling(config: Apex, scale: float | str) -> LossScaling:
+    """Return apex's loss scaling. scale: of the level or of the key: a number, or "dynamic"."""
     if scale == "dynamic":
         return LossScaling(
             "dynamic",
@@ -493,7 +500,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         "master_weights": plan.masters == torch.float32,
         "cast_model_outputs": name_of(plan.output),
     }
-    # which of all these is the nearest, `translate` finds
+    # candidates, of which `translate` takes the nearest
     modes = [
         {"mode": "TORCH"} | express_torch_scaling(scaling),
         level_1,
@@ -512,6 +519,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
 
 
 def _express_apex_scaling(scaling: LossScaling) -> dict[str, Any]:
+    """Return apex's keys nearest to a loss scaling."""
     if scaling.kind == "none":
         return {"loss_scale": 1.0}
     if scaling.kind == "constant":

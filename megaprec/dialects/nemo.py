@@ -81,6 +81,7 @@ SCALE_KEYS = (
 
 
 def _precision(value: object) -> object:
+    """Return a precision as text. Raises ValueError for a text that is none."""
     # YAML and TOML have 16 and 32 as numbers
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     name = str(value) if is_integer else value

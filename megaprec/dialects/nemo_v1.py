@@ -54,6 +54,7 @@ SCALE_KEYS = ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis
 
 
 def _precision(value: object) -> object:
+    """Return a precision as text. Raises ValueError for a text that is none."""
     # YAML reads 16 and 32 as numbers
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     name = str(value) if is_integer else value

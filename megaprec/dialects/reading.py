@@ -46,6 +46,8 @@ KeysT = TypeVar("KeysT", bound=Keys)
 
 
 def _torch_dtype(value: object) -> object:
+    """Return the dtype that a text names; anything else unchanged. Raises ValueError for a text
+    that names none."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
@@ -70,6 +72,7 @@ def member(enum: type[Enum]) -> BeforeValidator:
     the class name."""
 
     def member_of_name(value: object) -> object:
+        """Return the member that a text names. Raises ValueError if it names none."""
         if not isinstance(value, str):
             return value  # a member, or what pydantic then refuses
         name = value.rpartition(".")[2].upper()
@@ -135,7 +138,7 @@ SMALL_FRACTION = re.compile(r"\b0\.0{5,}\d+")
 
 
 def _explanation(table_class: type[Keys], key: str, details: ErrorDetails) -> str:
-    """Return why a key of a table cannot have its value, of pydantic's error about it."""
+    """Return why a key of a table cannot have its value, from pydantic's error about it."""
     if details["type"] == "extra_forbidden":
         names = list(table_class.model_fields)
         hint = did_you_mean(key, names) or f"; there are {', '.join(names)}"
@@ -190,11 +193,12 @@ class Reading:
             keys = table_class.model_validate(dict(known))
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                path = ".".join(str(part) for part in details["loc"])
+                names = [str(name) for name in details["loc"]]  # of the key, and within its value
+                path = ".".join(names)
                 why = _explanation(table_class, path, details)
                 self.refuse(self._under(table, path), details["input"], why)
-                wrong_name = str(details["loc"][0])
-                # an error may be one of several about the same key: one for each type of a union
+                wrong_name = names[0]
+                # it may be gone: of a union there is an error for each of its types
                 known.pop(wrong_name, None)
             # what is left is valid: reading goes on, so that all problems are found at once
             keys = table_class.model_validate(known)

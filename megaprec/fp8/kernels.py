@@ -186,8 +186,10 @@ def transformer_engine_gemm(
 def pad_to_multiples(codes: Codes, rows: int, columns: int) -> Codes:
     """Return the matrix, contiguous, padded with zeros to multiples of `rows` and `columns`."""
     values = _pad_values(codes.values, rows, columns)
-    scale_rows = -(-values.shape[0] // codes.block[0])
-    scale_columns = -(-values.shape[1] // codes.block[1])
+    # the padded matrix has a scale for each block, also for one that it has only begun
+    block_rows, block_columns = codes.block
+    scale_rows = -(-values.shape[0] // block_rows)  # rounded up
+    scale_columns = -(-values.shape[1] // block_columns)
     inverse = _append_zeros(
         codes.inverse,
         scale_rows - codes.inverse.shape[0],

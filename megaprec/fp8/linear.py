@@ -171,6 +171,8 @@ class FP8Gemm:
         return self.state.cast_of(name, weight, self.advances, make)
 
     def _cast_weight(self, weight: Tensor, first: bool) -> Casts:
+        """Return the weight and its transpose in codes: those that are stored, or computed ones.
+        first: the amax is recorded too."""
         if self.fp8_param is not None and self._is_in_codes(weight):
             codes = self.fp8_param.codes(weight)
             return codes, codes.t()
@@ -203,8 +205,12 @@ class FP8Gemm:
         role: Role,
         note_amax: Callable[[Tensor], None] | None = None,
     ) -> Casts:
-        """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe
-        says. note_amax: called with the amax of x."""
+        """Return x and its transpose in codes.
+
+        With delayed scaling the scale is that of the pass. With other kinds the scales come from x,
+        whose amax is reduced over tp if each tp rank has a part of it.
+        note_amax: called with the amax of x.
+        """
         scale = None
         reduce_max = None
         if not self._recipe.scales.keeps_history:

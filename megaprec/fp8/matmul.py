@@ -111,8 +111,8 @@ def _kernel_for(a: Codes, b: Codes, out: torch.dtype, backend: Backend) -> Kerne
 
 
 def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
-    """Return `multiply` computed in FP32 on any device: from codes, scaled afterwards, or from the
-    scaled numbers."""
+    """Return a @ b.T [m, n], computed in FP32 on any device and rounded to `out`. Where it can be,
+    the codes are multiplied and the product is scaled; else the factors are scaled first."""
     if a.tensor is not None and b.tensor is not None:
         # As a tensor core does: the terms of the sum are exact, and scales of tensors come last.
         product = a.scaled_by_blocks() @ b.scaled_by_blocks().t()
@@ -152,8 +152,10 @@ def describe_kernels(
 
 
 def _kind_of(a: Codes, b: Codes) -> Kind:
-    """Return the layout of scales that kernels see; for them delayed scales are the same as current
-    ones."""
+    """Return the kind of recipe whose scales lie as those of a and b do.
+
+    It is what a kernel goes by. Delayed scales lie as current ones, so they are "current" here.
+    """
     if _has_narrow_scales(a) or _has_blocks_in_rows(a, b):
         return _kind_with_blocks_of(a, b)
     if a.inverse.numel() == b.inverse.numel() == 1:
@@ -162,14 +164,17 @@ def _kind_of(a: Codes, b: Codes) -> Kind:
 
 
 def _kind_with_blocks_of(a: Codes, b: Codes) -> Kind:
-    """Return the kind that has the blocks of these codes, their bits, and scales that are powers of
-    two or not. b may be a weight, which some kinds cut into other blocks."""
-    form = (a.tensor is not None, _has_narrow_scales(a))
+    """Return the kind of recipe that makes codes like these, with the same blocks and the same form
+    of scales. b may be a weight, which some kinds cut into other blocks."""
+    has_four_bits = a.tensor is not None
+    has_powers_of_two = _has_narrow_scales(a)
     for kind, scales in SCALE_KINDS.items():
+        if (scales.four_bits, scales.power_2) != (has_four_bits, has_powers_of_two):
+            continue
         a_block = block_in(scales.block, a.values.shape)
-        b_blocks = [block_in(scales.block_of(weight), b.values.shape) for weight in (False, True)]
-        has_blocks = a.block == a_block and b.block in b_blocks
-        if has_blocks and form == (scales.four_bits, scales.power_2):
+        b_block = block_in(scales.block, b.values.shape)
+        b_block_of_weight = block_in(scales.weight_block, b.values.shape)
+        if a.block == a_block and b.block in (b_block, b_block_of_weight):
             return kind
     raise AssertionError(f"no kind has blocks of {a.block} and {b.block}")
 
@@ -193,13 +198,15 @@ def choose_kernel(
     device: torch.device,
     backend: Backend = "torch",
 ) -> tuple[Kernel | None, str]:
-    """Return the first kernel that computes such products correctly, or None and why the last one
-    does not.
+    """Return the first kernel that computes such products correctly, and ""; or None, and why the
+    last one does not.
 
-    a_format: of the first factor; the second is E4M3. b_is_weight: True if the second factor has
-    the blocks of a weight, of a kind that has others for weights. On meta tensors, which have no
-    numbers, that is the first kernel. Raises UserError if Transformer Engine's casts or products
-    are wrong.
+    a_format: of the codes of the first factor; those of the second are E4M3.
+    b_is_weight: True if the second factor has the blocks of a weight, of a kind that has others for
+        weights.
+    out: dtype of the product.
+    On meta tensors, which have no numbers, it is the first kernel. Raises UserError if Transformer
+    Engine's casts or products are wrong.
     """
     own_kernels = KERNELS.get(kind, ())
     if not own_kernels:
@@ -231,8 +238,8 @@ def _try_kernels(
     out: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, str]:
-    """Return the first of `candidates` that computes such products correctly, or None and why the
-    last one does not.
+    """Return the first of `candidates` that computes such products correctly, and ""; or None, and
+    why the last one does not.
 
     role: of the first factor. b_is_weight: as in `choose_kernel`.
     """

@@ -77,9 +77,12 @@ class Rounding:
         return self._rounds_up(fractions.t(), "columns").t()
 
     def _rounds_up(self, fractions: Tensor, direction: str) -> Tensor:
+        """Return bool [rows, outputs], True with the probabilities `fractions`. direction: of the
+        codes, each of which has random bits of its own."""
         assert self.microbatch is not None
         device = fractions.device
         random_key = key(self.seed, self.microbatch.step, self.name, direction)
+        # a hash, so that samples, whose numbers are near each other, do not share rows
         first_row = bits(random_key, self.microbatch.first_sample.to(device))
         rows = first_row + torch.arange(fractions.shape[0], device=device)
         spans = [torch.arange(span.start, span.stop, device=device) for span in self.outputs]
@@ -94,8 +97,9 @@ def nvfp4_casts(
     reduce_max: Callable[[Tensor], None] | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Codes, Codes]:
-    """Return the codes of x [m, k], and of its transpose: of weights the same ones, of other
-    tensors those of the transform over m, [k, m rounded up to 16].
+    """Return the codes of x [m, k], and those of its transpose. The transpose of a weight has the
+    same codes. That of another tensor goes through the Hadamard transform along m first: [k, m
+    rounded up to 16].
 
     reduce_max: reduces amaxes [n, 1] in place to their maxima over the ranks that hold parts of x.
     rounding: None: to nearest.
@@ -149,9 +153,11 @@ def encode(
     block: tuple[int, int],
     rounds_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Codes:
-    """Return x [m, k] in codes.
+    """Return x [m, k] in codes of four bits.
 
-    amax: of the whole tensor, [1, 1]. rounds_up: as in `round_e2m1`.
+    amax: of the whole tensor, float32 [1, 1].
+    block: rows and columns that share a scale.
+    rounds_up: as in `round_e2m1`.
     """
     tensor_scale = scale_of(amax, LARGEST * limit(E4M3))
     # The product with 1 / 6, which is rounded, is Transformer Engine's.

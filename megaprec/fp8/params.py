@@ -132,7 +132,8 @@ class FP8ParamShard:
             self.codes.copy_(codes.view(-1)[shard])
 
     def lost(self) -> Tensor:
-        """Return `counts_lost` of this rank's masters."""
+        """Return how many of this rank's masters their codes lose: float64 [4], as
+        `counts_lost`."""
         codes = Codes(self._padded(self.codes), self.param.inverse, self.param.block)
         counts = counts_lost(self._padded_masters(), codes)
         counts[1] = len(self.masters)  # all elements of this rank; the padding loses nothing
@@ -158,13 +159,13 @@ def reduced_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> li
     Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole
     tensor.
     """
-    local = [shard.amax() for shard in owned]
-    packed = torch.cat([amax.view(-1) for amax in local])  # all in one collective
+    local_amaxes = [shard.amax() for shard in owned]
+    packed = torch.cat([amax.view(-1) for amax in local_amaxes])  # all in one collective
     shards.max_(packed)
-    unpacked = packed.split([amax.numel() for amax in local])
+    flat_amaxes = packed.split([amax.numel() for amax in local_amaxes])
     amaxes: list[Tensor] = []
-    for flat, amax in zip(unpacked, local, strict=True):
-        amaxes.append(flat.view_as(amax))
+    for flat, local_amax in zip(flat_amaxes, local_amaxes, strict=True):
+        amaxes.append(flat.view_as(local_amax))
     # one recipe has all weights: scales of all of them belong to blocks, or of none
     if any(shard.param.in_blocks for shard in owned):
         return amaxes

@@ -280,10 +280,11 @@ def expand_blocks(factors: Tensor, block: tuple[int, int], shape: torch.Size) ->
 
 
 def counts_lost(x: Tensor, codes: Codes) -> Tensor:
-    """Return how many elements of x [m, k] its codes lose, float64 [4]: saturated, all, vanished
-    and nonzero elements.
+    """Return four numbers of elements of x [m, k], float64 [4]: those that are saturated in its
+    codes, all, those that have vanished, and those that are not zero.
 
-    saturated: more than half a step above the largest number. vanished: nonzero, and zero in codes.
+    saturated: more than half a step above the largest number of the format.
+    vanished: not zero in x, and zero in codes.
     """
     bounds = _saturation_bound(codes) * expand_blocks(codes.inverse.float(), codes.block, x.shape)
     if codes.tensor is not None:

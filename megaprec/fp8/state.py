@@ -51,8 +51,8 @@ CastKey = tuple[int, int]  # a weight's version, and the `advances` of the state
 class Scope:
     """The settings of an autocast.
 
-    computes: True if products run in FP8; otherwise amaxes are at most recorded. records: True if
-        amaxes are recorded.
+    computes: True if products run in FP8; otherwise amaxes are at most recorded.
+    records: True if amaxes are recorded.
     """
 
     computes: bool = False
@@ -66,13 +66,16 @@ class FP8State:
     """The FP8 state of all layers of a rank.
 
     Layers register when they are built, in the same order on all ranks of a stage.
-    renew: a function of the owner of weights that are stored in FP8 only. It is called at the start
-    of a pass, computes their codes with the present scales, and records their amaxes if its
-    argument is True.
-    recipe: None for a model without FP8; the state then has no effect. layers: of the whole model.
-    tp: the tensor-parallel axis. stage: the ranks that reduce delayed amaxes. dp: the ranks whose
-    amaxes differ, if delayed amaxes are not reduced over dp.
 
+    recipe: None for a model without FP8; the state then has no effect.
+    layers: number of layers of the whole model.
+    tp: the tensor-parallel axis.
+    stage: the ranks over which delayed amaxes are reduced.
+    dp: the ranks whose amaxes differ, if delayed amaxes are not reduced over dp.
+
+    renew: an attribute that the owner of weights which are stored in FP8 only sets to a function.
+        It is called at the start of a pass, computes their codes with the present scales, and
+        records their amaxes if its argument is True.
     keeps_casts: an attribute; False if casts of weights are not to outlive their use, under ZeRO-3,
         where a rank has no memory for all of them.
     """

@@ -85,7 +85,7 @@ def product(
     m, n and k: multiples of 16. fast: tensor cores may sum with fewer bits.
     """
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    # Its operands are column-major, so that b comes first.
+    # Its operands are column-major: "TN" of (b, a) is a @ b.T in rows.
     first = _wrap(b, b_inverse, out)
     second = _wrap(a, a_inverse, out)
     result, *_ = extensions.general_gemm(

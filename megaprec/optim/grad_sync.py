@@ -31,8 +31,9 @@ WaitFor = Callable[[Sequence[Buffer]], None]
 
 
 def in_forward_order(model_part: nn.Module, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return the buffers of a model part by the first of their parameters in a forward pass: the
-    gradients of a buffer are complete when those of this one are."""
+    """Return the buffers of a model part, sorted by the parameter of each that comes first in a
+    forward pass. It is the last one to get its gradient in a backward pass, which then completes
+    the buffer."""
     positions = forward_order(model_part)
 
     def first_position(buffer: Buffer) -> int:
@@ -128,7 +129,9 @@ class GradReducer:
             if buffer.shards_gradients or (is_last and self._early)
         ]
         if any(buffer.shards_gradients for buffer in buffers):
-            self._wait_for_all()  # by now without cost; its memory is needed
+            # Reductions of the pass before hold memory that this pass needs. They have ended by
+            # now.
+            self._wait_for_all()
         if buffers:
             self._passes[chunk] = _Pass(buffers, is_last)
             self._start_ready(chunk, self._passes[chunk])
@@ -198,6 +201,7 @@ class GradReducer:
             return
         self._num_ended[chunk] += 1
         is_last = self._num_ended[chunk] == count
+        # a pass that was not announced is reduced as a whole now
         self._passes.setdefault(chunk, _Pass(sharded, is_last))
         self._end_pass(chunk)
         if is_last:

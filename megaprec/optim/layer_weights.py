@@ -39,10 +39,10 @@ from megaprec.torch_private import call_after_backward, is_backward_running
 class _Unit:
     """A unit of weights with the buffers that hold them.
 
-    tags: of all buffers.
+    tags: a number for each buffer, the same on all ranks, by which gathers are matched.
 
-    name: the logical name that its weights have in common, or that of the first.
-    given_up: the buffers that have been read when the unit has run.
+    name: what the logical names of its weights have in common, or the name of the first.
+    given_up: the buffers that nothing reads again in the forward pass after the unit has run.
     previous, following: its neighbours in the forward pass; None at the ends.
     """
 
@@ -114,10 +114,14 @@ class LayerWeights:
                 self._nodes.append(watch_gradient(parameter, on_gradient))
 
     def _add_hooks(self, part: nn.Module, units: Sequence[_Unit]) -> None:
+        """Have the weights of a model part gathered before the forward of each unit's entry, and
+        given up after a layer and after the part."""
         early = [unit for unit in units if unit.moment is Moment.EARLY]
         for unit in units:
+            # whatever runs after the part has begun comes after its early weights were read
             is_at_beginning = unit.entry is part
-            before = partial(self._before_forward, unit, () if is_at_beginning else early)
+            read_before = () if is_at_beginning else early
+            before = partial(self._before_forward, unit, read_before)
             unit.entry.register_forward_pre_hook(before)
             if unit.moment is Moment.LAYER:
                 unit.entry.register_forward_hook(partial(self._after_layer, unit))
@@ -131,7 +135,8 @@ class LayerWeights:
         module: nn.Module,
         args: object,
     ) -> None:
-        """Gather the weights of a unit. early: units that have been read now."""
+        """Gather the weights of a unit before its forward. early: the early units, if their weights
+        have been read by now: these are given up."""
         if is_backward_running():  # a recomputation
             self._gather(unit)
             return
@@ -158,24 +163,28 @@ class LayerWeights:
         args: object,
         output: object,
     ) -> None:
-        """Give up what the part has read, but for what its backward pass reads first."""
+        """Give up the weights of a part after its forward, but for those that its backward pass
+        reads first."""
         if is_backward_running():
             return
         read_first = [unit for unit in units if unit.moment in (Moment.LATE, Moment.THROUGHOUT)]
         has_backward = self._watch_outputs(output, read_first)
         for unit in units:
-            if not (has_backward and unit in read_first):
-                self._free(unit.given_up)
+            if has_backward and unit in read_first:
+                continue
+            self._free(unit.given_up)
 
     def _watch_outputs(self, output: object, units: Sequence[_Unit]) -> bool:
-        """Gather the weights of units when a gradient of an output arrives. Return True if any
-        can."""
+        """Have the weights of units gathered when a gradient of an output arrives. Return False if
+        none can arrive, because no output requires one."""
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(partial(self._before_backward, units))
         return bool(outputs)
 
     def _before_backward(self, units: Sequence[_Unit], gradient: Tensor) -> None:
+        """Gather the weights of units for their backward pass, and with `overlap` start to gather
+        those of the layers before them."""
         if not self._is_end_awaited:
             self._is_end_awaited = True
             call_after_backward(self._after_backward)
@@ -201,7 +210,8 @@ class LayerWeights:
             self._free([buffer])
 
     def _after_backward(self) -> None:
-        """Give up the weights of units of which a pass has not computed all gradients."""
+        """Give up all weights at the end of a backward pass: it may not have computed all gradients
+        of a unit, for which `_on_gradient` waits."""
         self._is_end_awaited = False
         self._awaited.clear()
         self._free(self._tags)
@@ -260,17 +270,19 @@ def _buffers_of(units: Iterable[_Unit]) -> set[Buffer]:
 
 
 def _common_name(parameters: Sequence[nn.Parameter]) -> str:
-    """Return the parts that the logical names of parameters have in common, as layers.3, or the
-    name of the first and how many there are more."""
+    """Return the beginning that the logical names of parameters have in common, such as layers.3.
+    If there is none, return the first name and how many there are more."""
     named = filter(has_layout, parameters)  # one that is frozen may have no name
     names = [layout_of(parameter).parts[0].name for parameter in named]
     if not names:
         return "a frozen part"
     common: list[str] = []
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len({*parts}) > 1:
+    # one word of every name at a time, as far as the shortest name goes
+    split_names = [name.split(".") for name in names]
+    for words in zip(*split_names, strict=False):
+        if len(set(words)) > 1:
             break
-        common.append(parts[0])
+        common.append(words[0])
     if common:
         return ".".join(common)
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -420,15 +420,16 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         return cut_buffers
 
     def _tiles(self, buffer: Buffer, span: FactorSpan) -> list[Tile]:
-        """Return the tiles of a span of a buffer, of the lengths of leaves if these update it."""
+        """Return the tiles of a span of a buffer. If compiled code updates them, they have the
+        lengths that `runs` gives, so that it is compiled for few lengths."""
         tiles = list(buffer.tiles(span.start, span.stop))
         if self._leaves is None or not tiles or not has_one_pass(tiles[0], self.rule):
             return tiles
-        of_runs: list[Tile] = []
+        tiles_of_runs: list[Tile] = []
         longest = buffer.memory.tile_elements if buffer.memory else span.stop - span.start
         for start, stop in runs(span.start, span.stop, longest):
-            of_runs += buffer.tiles(start, stop, stop - start)
-        return of_runs
+            tiles_of_runs += buffer.tiles(start, stop, stop - start)
+        return tiles_of_runs
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -518,7 +519,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
 
         With `overlap` or `shard_gradients`, the reduction of each buffer starts when its gradients
         are complete.
-        is_last: it is the last such pass of the step. `overlap` alone looks at no other.
+        is_last: it is the last such pass of the step. Without `shard_gradients` any other pass is
+            ignored.
         """
         self._reducer.expect(chunk, is_last)
 
@@ -599,8 +601,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             raise UserError.of("optimizer.averaged_weights_held", action=action)
 
     def watch_local_gradients(self, look: Callable[[Buffer], None] | None) -> None:
-        """Call `look`, if it is not None, with each buffer whose gradients on this rank are about
-        to be reduced."""
+        """Have `look` called with each buffer just before its gradients on this rank are reduced;
+        None to end this."""
         self._reducer.before_reduce = look
 
     def wait(self) -> None:
@@ -713,7 +715,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         loss: Tensor | None,
         counted_tokens: Tensor | float | None,
     ) -> Tensor:
-        """Return this rank's numbers about its gradients and its loss, as they are exchanged."""
+        """Return this rank's numbers about its gradients and its loss in one flat tensor, as
+        `_exchange` sums it over all ranks."""
         gave_loss = loss is not None
         if loss is not None and self.tp.rank > 0:
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
@@ -781,8 +784,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             observer.outcome(report)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan
-        ignores overflows."""
+        """Return the factor, at most 1, that makes the norm of the gradients `clip`. It is 1 for a
+        non-finite norm, which only matters if the plan applies such a step."""
         if self.clip <= 0:  # no clipping
             return torch.ones_like(norm)
         factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
@@ -844,9 +847,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
 
     def _end_update(self, buffer: Buffer, skip: Tensor, row_factors: "RowFactors | None") -> None:
         """Multiply rows of an updated buffer by their factors, start to all-gather its weights, and
-        let its average follow; FP8 codes are computed and gathered later."""
+        move its average towards them."""
         if row_factors is not None:
             row_factors.multiply(buffer, skip, self.applied_steps)
+        # FP8 codes are computed and gathered at the start of the next pass
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)  # overlaps with the update of the next buffer
         if self._moving_average is not None:
@@ -866,7 +870,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         step: Step,
         numbers: AdamWNumbers,
     ) -> None:
-        """Update one tile by compiled code, if there is any for it."""
+        """Update one tile by compiled code; operator by operator where that does not compile."""
         assert self._leaves is not None
         update_in_one_pass(
             self._leaves,
@@ -931,6 +935,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             )
 
     def _outcome(self, numbers: Mapping[str, Any]) -> Outcome:
+        """Return what became of the step with these numbers of all ranks."""
         if numbers["no_token_counts"]:
             return NO_TOKENS
         if numbers["finite"]:

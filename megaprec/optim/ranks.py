@@ -92,12 +92,12 @@ def expert_replicas(
 ) -> Replicas | None:
     """Return the replicas of experts that lie on ranks of their own, if any do.
 
-    zero_size: dp ranks that share one copy of the state of other weights.
+    zero_size: number of dp ranks that share one copy of the state of other weights.
     separate_group: those that share have a process group of their own.
 
-    The same neighbouring ranks of a stage share the state of experts and of other weights: those
-    among them that hold the same experts. Raises UserError if these would differ from rank to rank.
-    Collective over the world.
+    Among the ranks of a stage that share the state of other weights, those that hold the same
+    experts share the state of these. Raises UserError if their number would differ from rank to
+    rank. Collective over the world.
     """
     if experts is None:
         return None
@@ -109,8 +109,12 @@ def expert_replicas(
 
 
 def sharing_replicas(tp: int, zero_size: int, expert: int, expert_tensor: int) -> int:
-    """Return how many neighbouring replicas of an expert share one copy of its state. Raises
-    UserError."""
+    """Return how many neighbouring replicas of an expert share one copy of its state.
+
+    Arguments are numbers of ranks: `zero_size` dp ranks share the state of other weights; `expert`
+    ranks have different experts, each cut over `expert_tensor` ranks. Raises UserError unless one
+    of the two groups of ranks is cut evenly by the other.
+    """
     sharing_ranks = zero_size * tp
     expert_ranks = expert * expert_tensor  # that hold all experts once
     if sharing_ranks % expert_ranks and expert_ranks % sharing_ranks:

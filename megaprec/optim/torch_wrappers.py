@@ -141,7 +141,7 @@ def _part_of(parameter: DTensor) -> Part:
     for placement, rank, size in zip(parameter.placements, coordinates, mesh.shape, strict=True):
         if placement.is_replicate():
             copies = copies * size
-            copy = copy * size + rank
+            copy = copy * size + rank  # numbered over all replicated axes, the last one fastest
         else:
             dim = placement.dim
             shards = size
@@ -160,6 +160,8 @@ def _part_of(parameter: DTensor) -> Part:
 
 
 def _require_planned(name: str, parameter: DTensor, plan: PrecisionPlan) -> None:
+    """Raise UserError unless FSDP stores, accumulates and reduces a parameter in the plan's
+    dtypes."""
     planned = plan.param_dtype(name)
     actual = dtype_name(parameter.dtype)
     if parameter.dtype != planned:

@@ -24,7 +24,7 @@ ALL = 0  # rows or columns of a block: all of them
 class ScaleKind(NamedTuple):
     """A kind of recipe: how many elements of a matrix share a scale, and where it comes from.
 
-    said: the scales in words, for the help of the key.
+    said: a description of the scales for users, in the help of the key.
     block: rows and columns that share a scale. weight_block: those of a weight.
     multiples: of (outputs, inputs) of a weight that its products need: tensor cores read numbers in
         groups, and blocks are whole.

@@ -90,6 +90,8 @@ class NaiveAMPModel(nn.Module):
         self._axes = axes_of(self._group, self._mesh, self.model) if on else ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Average the buffers if their time has come, and return what the model returns for inputs
+        in its dtype, in FP32 if that was asked for."""
         if self.training or self._first_eval:
             average_buffers(self.model, *self._axes)
             self._first_eval = False
@@ -200,8 +202,12 @@ def _use_dtype(dtype: object) -> torch.dtype:
 
 
 def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Mark norms that keep statistics and have no weights. Raise UserError for those whose weights
-    are in 16 bits."""
+    """Let batch norms work under a plan whose buffers are wider than its parameters: torch computes
+    no 16-bit weights beside FP32 statistics.
+
+    Those without weights are marked to stay in FP32. Raises UserError for the others that are not
+    marked.
+    """
     if plan.parameters == plan.buffers:
         return
     # marked modules already keep weights and statistics together

@@ -32,9 +32,13 @@ def unmatched_problems(
 
     The patterns of NORMS count as one: not every norm has a bias, so one match is enough for both.
 
-    matches: for each pattern, True if it matches a parameter. names: of parameters, for the error.
+    matches: for each pattern, True if it matches a parameter.
+    names: of parameters, for the error.
     """
-    matched = {pattern for pattern, is_match in zip(patterns, matches, strict=True) if is_match}
+    matched: set[str] = set()
+    for pattern, is_match in zip(patterns, matches, strict=True):
+        if is_match:
+            matched.add(pattern)
     examples = f"; names are like {names[0]} and {names[-1]}" if names else ""
     for pattern in patterns:
         norms_are_matched = pattern in NORMS and not matched.isdisjoint(NORMS)

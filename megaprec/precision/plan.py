@@ -239,14 +239,16 @@ class PrecisionPlan:
         ema: bool = False,
         offload: bool = False,
     ) -> tuple[int, int]:
-        """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per
-        parameter.
+        """Return the bytes that a parameter takes on the device, as two numbers: those that every
+        rank has, and those that are cut over the ranks that share optimizer state.
 
-        averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its
-            scales not counted. shards_gradients: under ZeRO-2; gradients that have not been reduced
-            are not counted. shards_weights: under ZeRO-3, which shards gradients too; weights that
-            are gathered are not counted. ema: a moving average of the weights is kept. offload:
-            masters, moments and average lie in host memory, and are not counted.
+        averages: number of moments of the update rule.
+        in_fp8: for a weight stored in FP8 only; its scales are not counted.
+        shards_gradients: under ZeRO-2; gradients that have not been reduced are not counted.
+        shards_weights: under ZeRO-3, which shards gradients too; weights that are gathered are not
+            counted.
+        ema: a moving average of the weights is kept.
+        offload: masters, moments and average lie in host memory, and are not counted.
         """
         weight = 1 if in_fp8 else self.parameters.itemsize
         if self.remainders and not in_fp8:
@@ -276,9 +278,9 @@ class PrecisionPlan:
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 
-# a dtype's name in a run file -> dtype
 # the fields that are decisions; `origin` says which key made each of them
 FIELDS = tuple(each.name for each in fields(PrecisionPlan) if each.name != "origin")
+# a dtype's name in a run file -> dtype
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -331,13 +333,15 @@ def plan(
     wide = "fp64" if compute == "fp64" else "fp32"
     parameters = parameters or compute
     gradients = _widen_fp32(gradients, wide)
+    # words that are no dtypes, and the default
+    dtype_of_masters = {"none": parameters, "split": "fp32", "fp32": wide}
     dtype_names = {
         "compute": compute,
         "parameters": parameters,
         "gradients": gradients,
         "reduce": reduce or gradients,
         "moments": _widen_fp32(moments, wide),
-        "masters": {"none": parameters, "split": "fp32", "fp32": wide}.get(masters, masters),
+        "masters": dtype_of_masters.get(masters, masters),
     }
     values = _dtypes_of(dtype_names)
     values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide])
@@ -375,14 +379,16 @@ def _widen_fp32(name: str, wide: str) -> str:
 
 
 def _unknown_dtype(key: str, name: object) -> str:
-    """Return a line for a dtype that has another name here, or none."""
+    """Return the error line for the name of a dtype that is not in DTYPES. If another system calls
+    a dtype so, the line says its name here."""
     text = str(name).removeprefix("torch.").lower()
-    # Lightning has names for a dtype with and without FP32 masters.
+    # Lightning's names: "16-mixed" has FP32 masters, "16-true" has none
     has_no_masters = text.endswith("-true") and not text.startswith(("32", "64"))
     text = text.removesuffix("-mixed").removesuffix("-true")
     text = {"16": "fp16", "32": "fp32", "64": "float64"}.get(text, text)
     # TORCH_DTYPES has the dtypes of other systems' configurations, none of which is FP64
-    dtype = torch.float64 if text in ("float64", "double") else {**DTYPES, **TORCH_DTYPES}.get(text)
+    names_elsewhere = {**DTYPES, **TORCH_DTYPES, "float64": torch.float64, "double": torch.float64}
+    dtype = names_elsewhere.get(text)
     if dtype is not None:
         hint = f'its name here is "{dtype_name(dtype)}"'
         if has_no_masters:

@@ -63,8 +63,9 @@ def from_double(wide: Tensor, dtype: torch.dtype) -> Tensor:
     """Return FP64 `wide` [...] rounded once to `dtype`: to nearest, ties to even."""
     if dtype.itemsize >= torch.float32.itemsize:
         return wide.to(dtype)
-    # To FP32 such that every number that it does not hold gets an odd last bit. It then lies on no
-    # tie of a narrower dtype, and on the same side of all of them as before.
+    # First to FP32, by "rounding to odd": a number that FP32 does not hold exactly becomes that
+    # neighbour of it whose last bit is 1. Such a number is no tie of a narrower dtype, and lies on
+    # the same side of each tie as before. So the second rounding is right.
     single = wide.float()
     error = wide - single.double()
     is_even = (single.view(torch.int32) & 1) == 0
@@ -75,11 +76,11 @@ def from_double(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest(number: float, dtype: torch.dtype) -> float:
-    """Return a finite number as `dtype` has it: the nearest, of two that are as near the one whose
-    last bit is 0."""
+    """Return a finite number rounded to the nearest one of `dtype`, ties to even; inf beyond its
+    largest."""
     limits = torch.finfo(dtype)
-    # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals
-    # share the smallest.
+    # The distance of neighbours: frexp's mantissa is between 0.5 and 1, where that is eps / 2.
+    # Subnormals have the distance of the smallest normal numbers.
     _, exponent = math.frexp(number)
     smallest_unit = limits.smallest_normal * limits.eps
     unit = max(math.ldexp(limits.eps / 2, exponent), smallest_unit)

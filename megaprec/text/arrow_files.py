@@ -36,8 +36,9 @@ def table_pieces(
         where = f"{file}:{number}: field {field!r}"
         if text is None:
             on_fault(UserError.of("data.field_null", where=where))
-        elif isinstance(text, list):
-            on_fault(_row_fault(where, *text))
+        elif isinstance(text, list):  # in place of a text that could not be read
+            fault, reason = text
+            on_fault(_row_fault(where, fault, reason))
         else:
             yield from cut_document(f"{document}:{number}", text)
 
@@ -49,14 +50,16 @@ def table_rows(
     names alone. Raises UserError for a damaged file."""
     table = _Table(file, helpers)
     for number, row in table.rows({"fields": [*fields]}):
-        if isinstance(row, list):
-            on_fault(_row_fault(f"{file}:{number}", *row))
+        if isinstance(row, list):  # in place of a row that could not be read
+            fault, reason = row
+            on_fault(_row_fault(f"{file}:{number}", fault, reason))
         else:
             yield number, dict.fromkeys(table.names) | row
 
 
 def _row_fault(where: str, fault: str, reason: str) -> UserError:
-    """Return the error of a row that a helper could not read."""
+    """Return the error of a row that a helper could not read. fault, reason: as in
+    `arrow_work`."""
     if fault == arrow_work.NOT_UTF8:
         return UserError.of("data.not_utf8", file=where, other_form=reason)
     return UserError.of("data.row_unfit", where=where, reason=reason)
@@ -75,9 +78,11 @@ class _Table:
         self._number = 0
 
     def rows(self, wanted: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the number and the value of each row. Raises UserError.
+        """Yield the number of each row, counted from 1, and the helper's answer for it
+        (`arrow_work`): a text, an object, null, or a list for one that could not be read.
 
-        wanted: the column of texts, or the fields of rows.
+        wanted: "texts", the name of the column of texts, or "fields", the names of those of rows.
+        Raises UserError for a damaged table, and one that unpacks to too many characters.
         """
         with open_packed(self._file) as opened:
             size = opened.seek(0, 2)
@@ -89,25 +94,26 @@ class _Table:
                 "fields": [],
                 "longest": MAX_ITEM,
             }
-            made = 0
+            num_chars = 0  # of all texts
             for rows in self._answers(request | wanted, opened):
                 for row in rows:
                     self._number += 1
                     yield self._number, row
-                    made += len(row) if isinstance(row, str) else 0
-                require_ratio(self._file, made, size)
+                    num_chars += len(row) if isinstance(row, str) else 0
+                require_ratio(self._file, num_chars, size)
 
     def _answers(self, request: dict[str, Any], opened: BinaryIO) -> Iterator[list[Any]]:
-        """Yield lists of rows."""
-        asked = self._helper.ask(request, SECONDS, opened)
+        """Yield the helper's lists of rows, after its first answer: names and types of columns,
+        which are checked here. opened: the file, whose bytes it may ask for. Raises UserError."""
+        answers = self._helper.ask(request, SECONDS, opened)
         naming = naming_url(self._file) if is_remote(self._file) else nullcontext()
-        with naming, closing(asked):
+        with naming, closing(answers):
             try:
-                self.names, kind, is_text = next(asked)
+                self.names, kind, is_text = next(answers)
                 if request["texts"] is not None:
                     require_column(self._file, self.names, request["texts"])
                     self._require_text(request["texts"], kind, is_text)
-                yield from asked
+                yield from answers
             except ConfinedError as problem:
                 raise self._damaged(str(problem)) from problem
 

@@ -81,6 +81,7 @@ def _opened(request: dict[str, Any], read_bytes: Any) -> BinaryIO:
 
 
 def _parquet(request: dict[str, Any], stream: BinaryIO) -> Iterator[Any]:
+    """Yield all answers about a table of Parquet: the columns, then lists of rows."""
     import pyarrow.parquet  # noqa: PLC0415 (optional)
 
     # row groups are read in small pieces
@@ -94,6 +95,8 @@ def _parquet(request: dict[str, Any], stream: BinaryIO) -> Iterator[Any]:
 
 
 def _arrow(request: dict[str, Any], stream: BinaryIO) -> Iterator[Any]:
+    """Yield all answers about a table of Arrow, a file or a stream: the columns, then lists of
+    rows."""
     import pyarrow.ipc  # noqa: PLC0415 (optional)
 
     is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
@@ -139,9 +142,10 @@ def _wanted(request: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _rows(request: dict[str, Any], batches: Any) -> Iterator[list[Any]]:
-    """Yield the rows of batches in lists."""
+    """Yield the rows of batches in lists, each of at most BATCH_ROWS rows, and of few more
+    characters than ANSWER_CHARS."""
     rows: list[Any] = []
-    size = 0
+    size = 0  # characters of these rows
     for batch in batches:
         for column in batch.columns:
             _require_sound(column)
@@ -212,6 +216,7 @@ def _rows_of(request: dict[str, Any], batch: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _text(value: Any, longest: int) -> tuple[Any, int]:
+    """Return the answer for a value of the column of texts, and the characters that it has."""
     try:
         text = value.as_py()
     except UnicodeDecodeError as problem:
@@ -224,6 +229,8 @@ def _text(value: Any, longest: int) -> tuple[Any, int]:
 
 
 def _object(row: Any, longest: int) -> tuple[Any, int]:
+    """Return the answer for a row, an object with its fields, and the characters that it has as
+    JSON. row: a batch of one row."""
     try:
         (value,) = row.to_pylist()
         text = json.dumps(value)

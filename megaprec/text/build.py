@@ -93,6 +93,8 @@ class BuildResult:
 
 @dataclass
 class _Counts:
+    """Totals of what a build has written so far. unknown: tokens that stand for unknown text."""
+
     documents: int = 0
     tokens: int = 0
     chars: int = 0
@@ -439,7 +441,7 @@ def _worker_count(source: TextSource, maximum: int) -> int:
 def _chunks(source: Iterable[MarkedPiece]) -> Iterator[Chunk]:
     """Yield all text in chunks of several pieces. The chunks depend only on the source."""
     chunk = Chunk([], [], [])
-    size = 0
+    size = 0  # characters, and PIECE_COST for each piece
     for piece, end in _with_ends(source):
         chunk.texts.append(piece.text)
         chunk.ends.append(end)
@@ -458,11 +460,12 @@ def _with_ends(source: Iterable[MarkedPiece]) -> Iterator[tuple[MarkedPiece, boo
     """Yield every non-empty piece, and True if its document ends with it. No document need fit into
     memory."""
     for _, pieces in groupby(source, key=attrgetter("document")):
-        with_text = (piece for piece in pieces if piece.text)
-        previous = next(with_text, None)
+        nonempty = (piece for piece in pieces if piece.text)
+        previous = next(nonempty, None)
         if previous is None:
             continue
-        for piece in with_text:  # one late, as only the next one says that it is not the last
+        # each piece is yielded when the next one is there, which shows that it is not the last
+        for piece in nonempty:
             yield previous, False
             previous = piece
         yield previous, True
@@ -567,13 +570,15 @@ def _count_unknown(
     if tokenizer.unk is None:
         return 0
     count = int((ids == tokenizer.unk).sum())
-    # one id may stand for both
+    # the same id also ends documents
     if tokenizer.unk == tokenizer.eos:
         return count - documents
     return count
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
+    """Raise UserError if a data set is at `prefix` and may not be overwritten, or if the file with
+    the name of its record is none."""
     idx = with_suffix(prefix, ".idx")
     if idx.exists() and not overwrite:
         raise UserError.of("data.build_exists", index_file=idx)

@@ -175,18 +175,26 @@ class ChatTemplate:
     ) -> None:
         """Raise ChatError if the text of a conversation is the same without fields that the
         template does not name."""
-        unnamed = [name for name in SPOKEN_FIELDS if not self._names_field(name)]
-        given = [name for name in unnamed if any(message.get(name) for message in messages)]
-        leaves_tools = bool(tools) and "tools" not in self._names
-        if not given and not leaves_tools:
+        suspects = self._unnamed_fields(messages)
+        lacks_tools = bool(tools) and "tools" not in self._names
+        if not suspects and not lacks_tools:
             return
         reduced: list[Message] = []
         for message in messages:
-            reduced.append({key: value for key, value in message.items() if key not in given})
-        # a template may also write a message as a whole
-        if self._run(reduced, None if leaves_tools else tools).text == text:
-            left_out = ", ".join([*given, *(["tools"] if leaves_tools else [])])
-            raise ChatError(f"it leaves out {left_out}; {_WRITE_OR_REMOVE}")
+            reduced.append({key: value for key, value in message.items() if key not in suspects})
+        # not naming a field is no proof: a template may also write a message as a whole
+        if self._run(reduced, None if lacks_tools else tools).text == text:
+            left_out = [*suspects, "tools"] if lacks_tools else suspects
+            raise ChatError(f"it leaves out {', '.join(left_out)}; {_WRITE_OR_REMOVE}")
+
+    def _unnamed_fields(self, messages: Sequence[Message]) -> list[str]:
+        """Return the fields that a message has and that the template does not name."""
+        unnamed: list[str] = []
+        for name in SPOKEN_FIELDS:
+            is_in_messages = any(message.get(name) for message in messages)
+            if is_in_messages and not self._names_field(name):
+                unnamed.append(name)
+        return unnamed
 
     def _require_each_written(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, given: int
@@ -197,20 +205,20 @@ class ChatTemplate:
         given: number of messages of which only calls of tools must be there: templates of models
             that think leave out earlier reasoning.
         """
-        last = _end_of_questions(messages)
+        last_answer = _end_of_questions(messages)  # the messages from here on have no question
         for number, message in enumerate(messages):
             required = TOOL_FIELDS if number < given else SPOKEN_FIELDS
-            left_out = [
-                name
-                for name in required
-                if message.get(name)
-                and self._is_written_without(name, number, messages, tools, text)
-            ]
+            left_out: list[str] = []
+            for name in required:
+                has_field = bool(message.get(name))
+                if has_field and self._is_written_without(name, number, messages, tools, text):
+                    left_out.append(name)
             is_learned = number >= given and message["role"] == "assistant"
             if is_learned and _is_shortened(message, text):
                 left_out.append("a part of the content")
             if left_out:
-                is_needed = number >= last or not {*TOOL_FIELDS}.isdisjoint(left_out)
+                # fields that every template must write: of the last answers, and calls of tools
+                is_needed = number >= last_answer or not {*TOOL_FIELDS}.isdisjoint(left_out)
                 ways_out = _WRITE_OR_REMOVE if is_needed else _WAYS_OUT
                 what = " and ".join(left_out)
                 raise ChatError(f"it leaves out {what} of message {number + 1}; {ways_out}")
@@ -306,15 +314,17 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self._compiled: tuple[Any, ChatTemplate] | None = None
+        self._compiled: ChatTemplate | None = None  # of the last request
+        self._program: Any = None  # of which it was compiled
 
     def answers(self, request: Mapping[str, Any], read_bytes: Any) -> Iterator[Any]:
         """Yield the answer to one request. Raises ChatError."""
         program = request["source"], request["variables"], request["last"]
-        if self._compiled is None or self._compiled[0] != program:
-            self._compiled = program, ChatTemplate(*program)
+        if self._compiled is None or self._program != program:
+            self._compiled = ChatTemplate(*program)
+            self._program = program
+        template = self._compiled
         if request["messages"] is not None:
-            template = self._compiled[1]
             rendered = template.render(request["messages"], request["tools"], request["given"])
             yield rendered.text, rendered.answers
 

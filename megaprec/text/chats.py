@@ -76,7 +76,8 @@ class Chats:
                 reason = f"its field {name} is not read: give it as a message of the conversation"
                 raise UserError.of("data.chat_row", where=where, reason=reason)
         if self.template is None:
-            prompt, completion = (_text_of(row, name, where) for name in ("prompt", "completion"))
+            prompt = _text_of(row, "prompt", where)
+            completion = _text_of(row, "completion", where)
             if not completion:
                 raise UserError.of("data.chat_row", where=where, reason="its completion is empty")
             yield from _plain_pieces(document, prompt, Marks((), False))
@@ -95,10 +96,13 @@ class Chats:
         yield MarkedPiece(document, text, Marks(rendered.answers, True))
 
     def _require_unforged(self, value: Any, where: str) -> None:
-        """Raise UserError if a text within a value spells a special token, which would be one."""
+        """Raise UserError if a text within a JSON value spells a special token: in the rendered
+        conversation it would be that token."""
         if not self.special:
             return
-        pattern = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))))
+        # the longest first, so that the error does not name a part of a token
+        longest_first = sorted(self.special, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, longest_first)))
         for text in _texts_within(value):
             if found := pattern.search(text):
                 raise UserError.of("data.chat_forged", where=where, token=found[0])
@@ -142,9 +146,10 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
         template = Renderer(source, variables, is_last)
     except ConfinedError as problem:
         raise UserError.of("data.chat_template_broken", name=origin, problem=problem) from problem
-    settings_of_digest = [source, variables, *([ONLY_LAST] if is_last else [])]
-    inputs = json.dumps(settings_of_digest, sort_keys=True)
-    digest = hashlib.sha256(inputs.encode()).hexdigest()
+    inputs: list[Any] = [source, variables]
+    if is_last:
+        inputs.append(ONLY_LAST)
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return Chats(origin, template, tokenizer.special, digest, tuple(_notes(origin, source)))
 
 
@@ -188,23 +193,24 @@ def _read_template(path: Path) -> str:
 
 
 def _plain_pieces(document: str, text: str, marks: Marks) -> Iterator[MarkedPiece]:
-    """Yield a text in pieces, of which all or nothing counts."""
+    """Yield a text in pieces, of which all counts if `marks` has answers, else nothing."""
     for name, piece in cut_document(document, text):
         answers = ((0, len(piece)),) if marks.answers else ()
         yield MarkedPiece(name, piece, Marks(answers, False))
 
 
 def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Message], int]:
-    """Return the messages of a row, and how many of them are given, so that no answer of theirs
-    counts. Raises UserError."""
-    # no field was named
-    is_open = field == "text"
+    """Return the messages of a row, and how many of them are the prompt, in which no answer counts.
+
+    field: that has the messages; "text", the default: any of the usual names.
+    Raises UserError unless the row has one form of a conversation, and no more.
+    """
+    is_unnamed = field == "text"
     present_fields = [name for name in CHAT_FIELDS if name in row]
-    fields = present_fields if is_open else [field]
+    fields = present_fields if is_unnamed else [field]
     forms = [*fields]
-    if is_open and {"prompt", "completion"} <= row.keys():
+    if is_unnamed and {"prompt", "completion"} <= row.keys():
         forms.append("prompt")
-    # one form of a conversation, and no more
     if len(forms) != 1 or forms[0] not in row:
         names = ", ".join(sorted(map(str, row))) or "none"
         raise UserError.of("data.chat_fields", where=where, names=names)

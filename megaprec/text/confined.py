@@ -53,19 +53,19 @@ class Confined:
         try:
             _send(process, json.dumps([seconds, request], ensure_ascii=False))
             while True:
-                kind, *rest = _receive(process)
-                if kind == "value":
-                    yield rest[0]
-                elif kind == "read":
-                    assert file is not None  # else nothing is asked for
-                    file.seek(rest[0])
-                    _send_bytes(process, file.read(rest[1]))
-                elif kind == "end":
-                    is_whole = True
-                    return
-                else:
-                    is_whole = True
-                    raise ConfinedError(rest[0])
+                match _receive(process):
+                    case ["value", value]:
+                        yield value
+                    case ["read", start, size]:
+                        assert file is not None  # else nothing is asked for
+                        file.seek(start)
+                        _send_bytes(process, file.read(size))
+                    case ["end"]:
+                        is_whole = True
+                        return
+                    case [_, reason]:  # "fault"
+                        is_whole = True
+                        raise ConfinedError(reason)
         except (EOFError, BrokenPipeError) as error:
             raise ConfinedError(_end_of(process, seconds)) from error
         finally:
@@ -80,6 +80,7 @@ class Confined:
             self._process = None
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """Return the process, which is started if there is none."""
         if self._process is None:
             # -P: the folder of the program is not searched, whose modules would hide others
             command = [sys.executable, "-P", str(PROGRAM), str(self._module), str(MEMORY)]
@@ -127,8 +128,12 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
     """Return the next answer. Raises EOFError if there is none, or what is no answer."""
     assert process.stdout
     head = process.stdout.read(SIZE.size)
-    size = SIZE.unpack(head)[0] if len(head) == SIZE.size else LONGEST + 1
-    content = process.stdout.read(size) if size <= LONGEST else b""
+    if len(head) < SIZE.size:
+        raise EOFError
+    (size,) = SIZE.unpack(head)
+    if size > LONGEST:
+        raise EOFError
+    content = process.stdout.read(size)
     if not content or len(content) < size:
         raise EOFError
     return json.loads(content.decode("utf-8", "surrogatepass"))

@@ -77,7 +77,10 @@ def load(module: str) -> Any:
 
 
 def serve(work: Any, channel: FrameChannel) -> None:
-    """Answer requests until there are no more. Raises EOFError then."""
+    """Answer requests until there are no more. Raises EOFError then.
+
+    The limit of processor time runs while an answer is made, not while it is sent.
+    """
     while True:
         seconds, request = json.loads(channel.receive().decode("utf-8", "surrogatepass"))
         set_seconds(seconds)

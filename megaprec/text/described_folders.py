@@ -55,7 +55,8 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path, shards: Sequence[Any]) -> list[Path]:
-    """Return the shards of MDS, unpacked ones before packed ones. Raises UserError."""
+    """Return the files of MDS's shards, in order; of a shard that is there packed and unpacked, the
+    unpacked one. Raises UserError."""
     description = folder / INDEX
     files: list[Path] = []
     for shard in shards:
@@ -71,10 +72,10 @@ def _shards(folder: Path, shards: Sequence[Any]) -> list[Path]:
 
 def _shard(description: Path, shard: Mapping[str, Any]) -> Path:
     """Return the file of a shard, which must have the size that is recorded. Raises UserError."""
-    raw = shard.get("raw_data")
+    unpacked = shard.get("raw_data")
     packed = shard.get("zip_data")
-    chosen = raw
-    if isinstance(packed, dict) and not _is_there(description, raw):
+    chosen = unpacked
+    if isinstance(packed, dict) and not _is_there(description, unpacked):
         chosen = packed
         compression = str(shard.get("compression")).partition(":")[0]
         if compression not in MDS_PACKED:

@@ -171,17 +171,18 @@ def character_encoder(characters: Sequence[str]) -> Encode:
     It raises CharacterMissing for a text with another character.
     """
     code_points = np.array([ord(character) for character in characters])
-    ids = np.full(code_points.max() + 2, -1, np.int32)  # the last one stands for all beyond
+    # the id of each code point, -1 if it has none; the last entry is that of all beyond
+    ids = np.full(code_points.max() + 2, -1, np.int32)
     ids[code_points] = np.arange(len(characters))
 
     def encode(text: str) -> list[int]:
-        # half of a surrogate pair is a number here as any other, and no character knows it
+        # half of a surrogate pair has a code point too, and no character has it
         numbers = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         encoded = ids[np.minimum(numbers, len(ids) - 1)]
         missing = encoded < 0
         if missing.any():
-            further = len(set(text) - set(characters)) - 1
-            and_more = f" and {further} more of other kinds" if further else ""
+            num_others = len(set(text) - set(characters)) - 1
+            and_more = f" and {num_others} more of other kinds" if num_others else ""
             raise CharacterMissing(
                 f"{text[int(missing.argmax())]!r}{and_more} is none of its {len(characters)} "
                 "characters: leave such out, or learn the characters of a text that has them"
@@ -206,14 +207,16 @@ def rendered_encoder(definition: str) -> EncodeRendered:
 
     def encode_rendered(text: str, answers: Answers) -> tuple[list[int], NDArray[np.bool_]]:
         encoding = tokenizer.encode(text, add_special_tokens=False)
+        # the characters [begin, end) of each token
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         begins = offsets[:, 0]
         ends = offsets[:, 1]
         counted = np.zeros(len(offsets), bool)
         for answer_begin, answer_end in answers:
-            # a token without characters is of no answer
-            first_common = np.maximum(begins, answer_begin)
-            counted |= first_common < np.minimum(ends, answer_end)
+            # what a token has in common with the answer: nothing, if it has no characters
+            common_begins = np.maximum(begins, answer_begin)
+            common_ends = np.minimum(ends, answer_end)
+            counted |= common_begins < common_ends
         return encoding.ids, counted
 
     return encode_rendered

@@ -280,6 +280,7 @@ def _texts_of(rows: Rows, has_texts: bool = False) -> Pieces:
     """Return the reader of the texts in a field of rows. has_texts: a row may itself be a text."""
 
     def read(reading: TextReading) -> Iterator[Piece]:
+        """Yield the pieces of the text of each row, whose document has the row's number."""
         field = reading.options.field
         for number, row in rows(reading, [field]):
             where = f"{reading.file}:{number}"

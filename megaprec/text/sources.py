@@ -52,7 +52,8 @@ from megaprec.tokens.ranges import version_of
 from megaprec.url_secrets import masked
 
 SHOWN = 20  # lines about bad files and rows
-ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
+# a line about a row
+ROW = re.compile(r"(?P<file>.*?):\d+: (?P<reason>.*)", re.DOTALL)
 SEARCH_SECONDS = 60.0  # in which bad files and rows are searched for, once there is one
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -141,7 +142,7 @@ class TextSource:
         def note(error: UserError) -> None:
             for problem in error.problems:
                 row = ROW.fullmatch(problem)
-                key = (row[1], row[2]) if row else (problem, "")
+                key = (row["file"], row["reason"]) if row else (problem, "")
                 first_problems.setdefault(key, problem)
                 counts[key] += 1
 
@@ -329,6 +330,7 @@ def _with_others(problem: Problem, others: int) -> Problem:
 
 
 def _standard_library(max_chars: int | None) -> TextSource:
+    """Return the source of Python's own library, a file for each document, in a scattered order."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in _library_files(root)}
     if not files:

@@ -50,7 +50,8 @@ def separated_rows(
 def _separated_lines(
     file: Path, encoding: str, separator: str, on_fault: OnFault
 ) -> Iterator[tuple[int, list[str], list[str] | None]]:
-    """Yield the line, the header and the fields of the header itself (None) and of each row."""
+    """Yield (line, header, fields) for the header, whose fields are None, and then for each row.
+    line: at which it begins, counted from 1."""
     # a limit of the module csv, whose default of 131,072 characters is less than many documents
     csv.field_size_limit(MAX_ITEM)
     line = 1

@@ -90,11 +90,12 @@ def _members(file: Path, wanted: Sequence[str]) -> Iterator[tuple[str, str, byte
                     continue
                 if found is None or not member.is_file:
                     raise UserError.of("data.tar_member", file=file, member=member.name)
+                sample_name, ending = found.groups()
                 content = None
-                if found[2] in wanted:
+                if ending in wanted:
                     _require_small(file, member)
                     content = members.content()
-                yield found[1], found[2], content
+                yield sample_name, ending, content
 
 
 def _require_small(file: Path, member: Member) -> None:

@@ -58,7 +58,8 @@ class TarMembers:
         self._filling = 0
 
     def __iter__(self) -> Iterator[Member]:
-        records: dict[str, str] = {}
+        """Yield the members in order; `content` reads that of the last one."""
+        records: dict[str, str] = {}  # what headers say of the member behind them
         num_headers = 0
         while (header := self._next_header()) is not None:
             if header.type in HEADERS:

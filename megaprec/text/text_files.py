@@ -95,9 +95,10 @@ def _paths(name: str, left_out: Counter[str]) -> list[Path]:
         matches, links = matching(expanded)
         if not matches:
             raise UserError.of("data.pattern_without_match", pattern=name)
-        # of a folder and what lies in it, the folder alone: it has the rest
+        # What lies in a folder that matches too is read with the folder.
         folders = {match for match in matches if match.is_dir()}
-        left_out[LINKS] += sum(folders.isdisjoint(link.parents) for link in links)
+        other_links = [link for link in links if folders.isdisjoint(link.parents)]
+        left_out[LINKS] += len(other_links)
         return [match for match in matches if folders.isdisjoint(match.parents)]
     if not path.exists():
         folder = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -138,15 +139,18 @@ def _common_folder(folders: Sequence[Path]) -> Path:
 def _files_at(
     path: Path, root: Path, options: TextOptions, left_out: Counter[str]
 ) -> Sequence[Path]:
-    """Return the files to read at a path, a file or a folder, and count the others.
+    """Return the files to read at a path, a file or a folder, and count the others in `left_out`.
 
+    root: the path itself if it is a folder, else the folder of the file.
     Raises UserError.
     """
-    if path is root and (described := described_files(path)) is not None:
-        return [*_not_excluded(described, path, options.exclude, left_out)]
-    if path is root:
-        walk = _remote_files if is_remote(path) else _files_of_folder
-        return walk(path, options, left_out)
+    if path is root:  # a folder
+        described = described_files(path)
+        if described is not None:
+            return list(_not_excluded(described, path, options.exclude, left_out))
+        if is_remote(path):
+            return _remote_files(path, options, left_out)
+        return _files_of_folder(path, options, left_out)
     if pattern := _excluding(path, root, options.exclude):
         left_out[_excluded_by(pattern)] += 1
         return []

@@ -21,7 +21,8 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 ANCHOR = "a"  # a text before a token, so that a space at its beginning is not taken away
 SPACE_SIGN = "\u2581"
 NOT_KNOWN = -1
-# of a tokenizer, the spellings of its tokens by id, and one id
+# Returns the bytes of text that a token stands for, or NOT_KNOWN: of a tokenizer, the spellings of
+# its tokens by id, and the id of the token.
 _Count = Callable[[Tokenizer, dict[int, str], int], int]
 
 
@@ -60,9 +61,10 @@ def bytes_of_tokens(
 
 
 def _holds(tokenizer: Tokenizer, spellings: dict[int, str], count: _Count) -> bool:
-    """Return True if numbers of tokens add up to the bytes of texts that are hard to keep."""
+    """Return True if the bytes that `count` gives to tokens add up to the bytes of the text, for
+    texts of many kinds."""
     for text in (PROBE, *LOST.values()):
-        # SentencePiece spells a space with this sign, which itself may be spelled in other bytes.
+        # SentencePiece spells a space with this sign, and the sign itself with other bytes.
         text = text.replace(SPACE_SIGN, "")
         try:
             ids = tokenizer.encode(text)
@@ -77,7 +79,8 @@ def _holds(tokenizer: Tokenizer, spellings: dict[int, str], count: _Count) -> bo
 def _holds_for(
     texts: Sequence[TokensOfText], tokenizer: Tokenizer, spellings: dict[int, str], count: _Count
 ) -> bool:
-    """Return True if there are texts, and numbers of tokens add up to the bytes of each one."""
+    """Return True if there are texts, and the bytes that `count` gives to tokens add up to the
+    bytes of each text."""
     for text in texts:
         numbers = [count(tokenizer, spellings, number) for number in text.ids.tolist()]
         if NOT_KNOWN in numbers or int(text.counts @ np.array(numbers, np.int64)) != text.nbytes:
@@ -93,7 +96,8 @@ def _by_letters(tokenizer: Tokenizer, spellings: dict[int, str], number: int) ->
 
 
 def _by_text(tokenizer: Tokenizer, spellings: dict[int, str], number: int) -> int:
-    """Return the bytes of a token's text, of which some tokens spell a single byte in words."""
+    """Return the bytes that a token adds to a text when it is decoded; 1 for a token that stands
+    for a single byte, such as <0x0A>."""
     if number == tokenizer.unk:
         return NOT_KNOWN
     if BYTE_PIECE.fullmatch(spellings.get(number, "")):

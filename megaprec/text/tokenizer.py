@@ -244,6 +244,8 @@ class HuggingFaceTokenizer:
         return self._encode_rendered
 
     def _naming_file(self, encode: EncodeRendered) -> EncodeRendered:
+        """Return `encode` with UserError, which names the file, in place of its own errors."""
+
         def encode_rendered(text: str, answers: Answers) -> tuple[list[int], NDArray[np.bool_]]:
             try:
                 return encode(text, answers)

@@ -130,15 +130,17 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> TokenizerSetting
     # transformers prefers the configuration if it has the added tokens, too
     config_counts = "added_tokens_decoder" in config
     for role in sorted(in_config.keys() & in_map.keys() & set(ROLES)):
-        if in_config[role][0] == in_map[role][0]:
+        candidates = [in_config[role], in_map[role]]
+        if not config_counts:
+            candidates.reverse()
+        (followed, followed_file), (ignored, ignored_file) = candidates
+        if followed == ignored:
             continue
-        candidates = (in_config[role], in_map[role])
-        followed, ignored = candidates if config_counts else reversed(candidates)
         notes.append(
-            f"{ignored[1]}: {role} = {ignored[0]!r} is not followed, for {followed[1].name} says "
-            f"{followed[0]!r}"
+            f"{ignored_file}: {role} = {ignored!r} is not followed, for {followed_file.name} says "
+            f"{followed!r}"
         )
-        in_config[role] = followed
+        in_config[role] = (followed, followed_file)
 
     further = dict(_listed_tokens(config, config_file))
     further |= _listed_tokens(special_map, map_file)
@@ -385,7 +387,7 @@ def protobuf_fields(content: bytes) -> Iterator[tuple[int, Any]]:
         if wire_type == 0:
             yield number, read_varint()
             continue
-        # Texts, bytes and messages state their length; 1 and 5 are numbers of 64 and 32 bits.
+        # Types 1 and 5 are numbers of 64 and 32 bits; texts, bytes and messages state their length.
         length = read_varint() if wire_type == 2 else {1: 8, 5: 4}[wire_type]
         yield number, content[position : position + length]
         position += length

@@ -280,8 +280,8 @@ def sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
     """
     generator = random.Random(0)
     sample: list[str] = []
-    chars = 0
-    probability = 1.0
+    chars = 0  # of the sample
+    probability = 1.0  # of taking a line
     for text in texts:
         for line in text.split("\n"):
             if line and generator.random() < probability:

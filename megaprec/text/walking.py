@@ -43,20 +43,21 @@ def matching(pattern: str) -> tuple[list[Path], set[Path]]:
     Names with a leading dot match only a part that has one too.
     """
     first, *parts = Path(pattern).parts
+    # what matches the parts so far, in a set that keeps its order
     if first == os.sep:
-        found = {Path(first): None}
+        matches = {Path(first): None}
     else:
-        found = {Path(): None}
+        matches = {Path(): None}
         parts = [first, *parts]
     links: set[Path] = set()
     for number, part in enumerate(parts, 1):
         is_last = number == len(parts)
-        following: dict[Path, None] = {}  # a set that keeps its order
-        for path in found:
+        matches_with_part: dict[Path, None] = {}
+        for path in matches:
             for match in _matches(path, part, is_last, links):
-                following[match] = None
-        found = following
-    return sorted(found), links
+                matches_with_part[match] = None
+        matches = matches_with_part
+    return sorted(matches), links
 
 
 def _matches(path: Path, part: str, is_last: bool, links: set[Path]) -> Iterator[Path]:
@@ -92,7 +93,7 @@ def _names_in(folder: Path, links: set[Path], with_files: bool) -> Iterator[str]
     if not folder.is_dir():
         return
     for entry in _entries(folder):
-        # of a link to itself there is no kind, and an entry raises an error
+        # not by the entry, which raises an error for a link to itself
         is_folder = os.path.isdir(entry.path)
         if is_folder and entry.is_symlink():
             links.add(folder / entry.name)

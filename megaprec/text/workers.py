@@ -63,6 +63,7 @@ def encode_chunks(
     with _start_workers(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
 
         def encode(chunk: Chunk) -> Encoded:
+            """Return the ids of a chunk, from the next worker that is idle."""
             process = idle.get()
             try:
                 return _exchange(process, chunk)

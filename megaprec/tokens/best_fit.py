@@ -60,18 +60,10 @@ def best_fit(document_lengths: Integers, seq_length: int) -> PackedPieces:
     Takes time in n log n for n pieces, and about 100 bytes for each while it runs.
     """
     starts, lengths, continues, goes_on = _cut(document_lengths, seq_length)
-    sample_of_piece = _assign(lengths, seq_length)
-    # the first piece of each sample in the file
-    num_samples = int(sample_of_piece.max()) + 1 if len(sample_of_piece) else 0
-    first_in_file = np.full(num_samples, len(lengths), np.int64)
-    # of several writes the last one stays: the earliest piece
-    first_in_file[sample_of_piece[::-1]] = np.arange(len(lengths))[::-1]
-    number_in_file = np.empty(num_samples, np.int64)
-    number_in_file[np.argsort(first_in_file)] = np.arange(num_samples)
-    sample_of_piece = number_in_file[sample_of_piece]
+    sample_of_piece = _in_file_order(_assign(lengths, seq_length))
     # stable: pieces of a sample stay in the order of the file
     by_sample = np.argsort(sample_of_piece, kind="stable")
-    pieces_of_sample = np.bincount(sample_of_piece, minlength=num_samples)
+    pieces_of_sample = np.bincount(sample_of_piece)
     first_pieces = np.concatenate(([0], np.cumsum(pieces_of_sample)))
     return PackedPieces(
         starts=starts[by_sample],
@@ -82,10 +74,26 @@ def best_fit(document_lengths: Integers, seq_length: int) -> PackedPieces:
     )
 
 
+def _in_file_order(sample_of_piece: Integers) -> Integers:
+    """Return the sample of each piece, with samples numbered anew by their first piece in the file.
+
+    sample_of_piece: of pieces in the order of the file, int64 [pieces]; each sample has a piece.
+    """
+    num_pieces = len(sample_of_piece)
+    num_samples = int(sample_of_piece.max()) + 1 if num_pieces else 0
+    first_piece = np.full(num_samples, num_pieces, np.int64)  # of each sample
+    # from the last piece to the first: of several writes the last one stays
+    first_piece[sample_of_piece[::-1]] = np.arange(num_pieces)[::-1]
+    new_number = np.empty(num_samples, np.int64)
+    new_number[np.argsort(first_piece)] = np.arange(num_samples)
+    return new_number[sample_of_piece]
+
+
 def _cut(
     document_lengths: Integers, seq_length: int
 ) -> tuple[Integers, NDArray[np.int32], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return start, length, `continues` and `goes_on` of each piece, in the order of the file."""
+    """Return the first token, the length, `continues` and `goes_on` of each piece into which the
+    documents of a stream are cut, in its order (`PackedPieces`)."""
     pieces_of_document = -(-document_lengths // seq_length)  # rounded up
     num_pieces = int(pieces_of_document.sum())
     document_of_piece = np.repeat(np.arange(len(document_lengths)), pieces_of_document)
@@ -107,31 +115,35 @@ def _assign(lengths: NDArray[np.int32], seq_length: int) -> Integers:
     """
     sample_of_piece = np.empty(len(lengths), np.int64)
     longest_first = np.argsort(-lengths, kind="stable")
-    numbers_by_length = np.bincount(lengths, minlength=seq_length + 1)
+    pieces_by_length = np.bincount(lengths, minlength=seq_length + 1)
     rooms = _Rooms()
     num_samples = 0
-    placed = 0
-    for length in np.flatnonzero(numbers_by_length)[::-1].tolist():
-        end = placed + int(numbers_by_length[length])
+    placed = 0  # number of pieces that have a sample
+    for length in np.flatnonzero(pieces_by_length)[::-1].tolist():
+        end = placed + int(pieces_by_length[length])  # of the pieces of this length
         while placed < end:
+            # all samples with the least room that a piece of this length fits in
             samples, room = rooms.take_least(length)
-            fitting = room // length
-            if not len(samples):
+            fitting = room // length  # pieces that fit each of these samples
+            if not len(samples):  # begin as many samples as the remaining pieces need
                 room = seq_length
                 fitting = room // length
                 begun = -(-(end - placed) // fitting)  # rounded up
                 samples = np.arange(num_samples, num_samples + begun)
                 num_samples += begun
+            # fill one of these samples after the other
             count = min(end - placed, len(samples) * fitting)
             pieces = longest_first[placed : placed + count]
             sample_of_piece[pieces] = np.repeat(samples, fitting)[:count]
             placed += count
-            # the last one that took any may have taken fewer than fit
-            filled, rest = divmod(count, fitting)
-            rooms.put(samples[:filled], room - fitting * length)
+            # the last sample that took any piece may have taken fewer than fit
+            num_full, rest = divmod(count, fitting)
+            rooms.put(samples[:num_full], room - fitting * length)
+            num_touched = num_full
             if rest:
-                rooms.put(samples[filled : filled + 1], room - rest * length)
-            rooms.put(samples[filled + (rest > 0) :], room)
+                rooms.put(samples[num_full : num_full + 1], room - rest * length)
+                num_touched += 1
+            rooms.put(samples[num_touched:], room)
     return sample_of_piece
 
 

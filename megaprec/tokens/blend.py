@@ -35,7 +35,8 @@ LONGEST_PERIOD = 1_000_000  # samples; a blend holds two int64 for each of a per
 class WeightedStretch(NamedTuple):
     """The positions of a blend, from `begin` on, in which its data sets have these weights.
 
-    Some weights may be 0. taken: the number of samples that each data set has given before.
+    weights: of each data set; some may be 0.
+    taken: the number of samples that each data set has given before `begin`.
     """
 
     begin: int
@@ -63,12 +64,17 @@ class _Mixture:
             self._num_earlier[is_of_part] = np.arange(samples)
 
     def locate(self, positions: Any) -> tuple[Any, Any]:
-        """Return what `Blend._locate` returns, for positions of this stretch."""
+        """Return the data set of the sample at each position of this stretch, and its number among
+        the samples of that data set.
+
+        positions: int64, an array or a number, as are the results.
+        """
         periods, positions_in_period = np.divmod(positions - self.begin, len(self._pattern))
         parts = self._pattern[positions_in_period]
         in_earlier_periods = periods * self._samples_of_period[parts]
         earlier_in_period = self._num_earlier[positions_in_period]
-        return parts, self._taken[parts] + in_earlier_periods + earlier_in_period
+        numbers = self._taken[parts] + in_earlier_periods + earlier_in_period
+        return parts, numbers
 
     def taken_before(self, position: int) -> list[int]:
         """Return how many samples each data set has given before a position of this stretch."""
@@ -119,8 +125,8 @@ class Blend:
         set to the next."""
         positions = np.arange(position, position + count)
         part_of_row, number_in_part = self._locate(positions)
-        batches: list[Batch] = []
-        rows_by_part: list[NDArray[np.int64]] = []
+        batches: list[Batch] = []  # of each data set that has a sample in the batch
+        rows_by_part: list[NDArray[np.int64]] = []  # the places of these samples in the batch
         for part, samples in enumerate(self.parts):
             rows = np.flatnonzero(part_of_row == part)
             if not len(rows):
@@ -163,15 +169,16 @@ class Blend:
         """
         positions = np.asarray(positions)
         stretches_begun = np.searchsorted(self._begins, positions, side="right")
-        # the first one also has the positions before all
+        # positions before all stretches belong to the first one
         index_of_stretch = np.maximum(stretches_begun - 1, 0)
         parts = np.empty_like(positions)
         numbers = np.empty_like(positions)
-        # nearly always one
-        different = set(index_of_stretch.ravel().tolist())
-        for index in different:
-            is_there = index_of_stretch == index
-            parts[is_there], numbers[is_there] = self._mixtures[index].locate(positions[is_there])
+        # nearly always there is only one
+        distinct_indices = set(index_of_stretch.ravel().tolist())
+        for index in distinct_indices:
+            is_in_stretch = index_of_stretch == index
+            located = self._mixtures[index].locate(positions[is_in_stretch])
+            parts[is_in_stretch], numbers[is_in_stretch] = located
         return parts, numbers
 
     def labels(self, ids: torch.Tensor) -> list[str]:
@@ -230,10 +237,10 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     """Return one period of the pattern: the data set at each position, int64 [sum(shares)]."""
     period = sum(shares)
     parts = np.empty(period, dtype=np.int64)
-    # Two heaps of the next sample of each data set: (earliest position, data set, number of the
-    # sample), and those whose earliest position has come: (deadline, data set, number), where the
-    # sample must precede the position `deadline`. Of equal positions the first data set comes
-    # first, so that the pattern is always the same.
+    # The next sample of each data set is in one of two heaps. Of equal positions the first data set
+    # comes first, so that the pattern is always the same.
+    # waiting: (earliest position, data set, number of the sample), as long as it may not come yet
+    # ready: (deadline, data set, number), once it may; it must come before position `deadline`
     waiting = [(0, part, 0) for part, share in enumerate(shares) if share]
     ready: list[tuple[int, int, int]] = []
     for position in range(period):
@@ -257,7 +264,7 @@ def _join_optional(
     tensors: Sequence[torch.Tensor | None],
     order: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return the rows of all tensors in the order of the blend; None if there are none.
+    """Return the rows of all tensors, joined and then taken in `order`; None if there are none.
 
     All data sets have such a tensor, or none has: resets are the same for all.
     """

@@ -5,10 +5,10 @@ of a blend lie between the points of all its data sets. Within a phase the propo
 (`megaprec.tokens.blend`), and where one ends each data set goes on with the sample after its last
 one. A plan of phases is a list of `WeightedStretch`, which depends on the points alone.
 
-Linear phases are steps too. From one point to the next the shares of the data sets follow a line.
-The line is cut into LINEAR_STEPS parts of equally many samples, and each part takes of each data
-set what is missing there to the line's sum, in units of 1/SHARES_OF_STEP of the part. So what a
-part lacks by its rounding the next one makes up for.
+With `linear`, the share of each data set follows a line from one point to the next. Such a phase is
+cut into LINEAR_STEPS parts of equally many samples, each with constant weights. A part takes of
+each data set as many samples as bring its number to the area under its line, rounded to units of
+1/SHARES_OF_STEP of the part. What a part lacks by its rounding the next one makes up for.
 """
 
 import math
@@ -64,7 +64,11 @@ class BlendPhases:
     @property
     def first_weights(self) -> list[float]:
         """Return the first weight of each data set that is not 0: the one that evaluations have."""
-        return [next(weight for _, weight in points if weight) for points in self.points]
+        first_weights: list[float] = []
+        for points in self.points:
+            nonzero = [weight for _, weight in points if weight]
+            first_weights.append(nonzero[0])
+        return first_weights
 
     def empty_phase(self) -> int | None:
         """Return where a phase begins in which all weights are 0; None if there is none."""
@@ -90,21 +94,22 @@ class BlendPhases:
                 )
 
     def stretches(self, begin: int = 0, taken: Sequence[int] = ()) -> list[WeightedStretch]:
-        """Return the plan of a run from a position on.
+        """Return the plan of a run from position `begin` on: stretches of constant weights.
 
-        taken: the number of samples that each data set has given before; empty: none.
+        taken: the number of samples that each data set has given before `begin`; empty: none.
         """
         planned = list[WeightedStretch]()
-        given = tuple(taken) or (0,) * len(self.points)
+        taken_now = tuple(taken) or (0,) * len(self.points)  # before the phase
         for phase in self._phases(begin):
             if planned:
-                given = tuple(taken_before(planned[-1:], phase.begin))
+                taken_now = tuple(taken_before(planned[-1:], phase.begin))
             if self._is_sloped(phase):
-                planned += self._parts(phase, given)
+                planned += self._parts(phase, taken_now)
                 continue
             weights = self._plain_weights(phase.begin)
+            # a point that changes no weight begins no stretch
             if not planned or planned[-1].weights != weights:
-                planned.append(WeightedStretch(phase.begin, weights, given))
+                planned.append(WeightedStretch(phase.begin, weights, taken_now))
         return planned
 
     def _phases(self, begin: int) -> Iterator[_Phase]:
@@ -131,34 +136,40 @@ class BlendPhases:
         return [weight / total for weight in weights]
 
     def _plain_weights(self, position: int) -> tuple[float, ...]:
-        """Return weights in the ratio of those at a position: these, if they are decimals."""
+        """Return the weights at a position. If a float is none of them exactly, return whole
+        numbers in their ratio."""
         weights = self._weights(position)
-        decimals = tuple(map(float, weights))
-        if all(Fraction(repr(d)) == weight for d, weight in zip(decimals, weights, strict=True)):
-            return decimals
+        floats = tuple(map(float, weights))
+        as_read = [Fraction(repr(number)) for number in floats]
+        if as_read == weights:
+            return floats
         denominator = math.lcm(*(weight.denominator for weight in weights))
         return tuple(float(weight * denominator) for weight in weights)
 
-    def _parts(self, phase: _Phase, given: tuple[int, ...]) -> Iterator[WeightedStretch]:
-        """Yield the parts of a phase in which the shares follow a line.
+    def _parts(
+        self, phase: _Phase, taken_before_phase: tuple[int, ...]
+    ) -> Iterator[WeightedStretch]:
+        """Yield the parts, with constant weights each, of a phase in which the shares follow a
+        line.
 
-        given: the number of samples that each data set has given before the phase.
+        taken_before_phase: the number of samples that each data set has given before the phase.
         """
         assert phase.end is not None
         first_shares = self.shares_at(phase.begin)
         last_shares = self.shares_at(phase.end)
         length = phase.end - phase.begin
-        taken = given
+        taken = taken_before_phase
         parts = min(LINEAR_STEPS, length)
         for part in range(parts):
+            # samples of the part, counted from the beginning of the phase
             begin = length * part // parts
             end = length * (part + 1) // parts
-            missing = list[Fraction]()
-            lines = zip(first_shares, last_shares, given, taken, strict=True)
-            for first, last, before, now in lines:
+            missing = list[Fraction]()  # of each data set, samples that the part should have
+            lines = zip(first_shares, last_shares, taken_before_phase, taken, strict=True)
+            for first_share, last_share, num_before, num_taken in lines:
                 # the area under the line from the beginning of the phase to the end of the part
-                wanted = first * end + (last - first) * end * end / (2 * length)
-                missing.append(max(Fraction(0), before + wanted - now))
+                wanted = first_share * end + (last_share - first_share) * end * end / (2 * length)
+                missing.append(max(Fraction(0), num_before + wanted - num_taken))
             weights = _in_whole_parts(missing, min(SHARES_OF_STEP, end - begin))
             stretch = WeightedStretch(phase.begin + begin, weights, taken)
             yield stretch
@@ -166,11 +177,13 @@ class BlendPhases:
 
 
 def _weight_at(points: Points, position: int, linear: bool) -> Fraction:
-    """Return a data set's weight at a position, read as an exact decimal."""
-    begun = [point for point in points if point[0] <= position]
-    begin, weight = begun[-1]
-    weight = Fraction(repr(weight))
-    if not linear or len(begun) == len(points):
+    """Return a data set's weight at a position. The weights of points are read as exact
+    decimals."""
+    begun = [(samples, weight) for samples, weight in points if samples <= position]
+    begin, last_weight = begun[-1]
+    weight = Fraction(repr(last_weight))
+    is_behind_all = len(begun) == len(points)
+    if not linear or is_behind_all:
         return weight
     end, next_weight = points[len(begun)]
     slope = (Fraction(repr(next_weight)) - weight) / (end - begin)
@@ -178,12 +191,17 @@ def _weight_at(points: Points, position: int, linear: bool) -> Fraction:
 
 
 def _in_whole_parts(amounts: Sequence[Fraction], parts: int) -> tuple[float, ...]:
-    """Return whole numbers that add up to `parts`, as nearly in the ratio of the amounts as can
-    be: rounded down, and those with the largest rests, of equal ones the first, up."""
+    """Return whole numbers that add up to `parts`, as nearly in the ratio of the amounts as can be.
+
+    The exact numbers are rounded down, and as many as are needed, those with the largest rests, up;
+    of equal rests the first.
+    """
     total = sum(amounts)
     exact = [amount * parts / total for amount in amounts]
-    whole = [int(number) for number in exact]
-    by_rest = sorted(range(len(whole)), key=lambda index: whole[index] - exact[index])
-    for index in by_rest[: parts - sum(whole)]:
-        whole[index] += 1
-    return tuple(map(float, whole))
+    rounded = [int(number) for number in exact]
+    rests = [number - whole for number, whole in zip(exact, rounded, strict=True)]
+    largest_rest_first = sorted(range(len(rests)), key=lambda index: -rests[index])
+    num_missing = parts - sum(rounded)
+    for index in largest_rest_first[:num_missing]:
+        rounded[index] += 1
+    return tuple(map(float, rounded))

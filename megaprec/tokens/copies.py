@@ -37,10 +37,10 @@ def is_there(prefix: Path, suffix: str) -> bool:
 
 
 def file_here(prefix: Path, suffix: str, again: bool = False) -> Path:
-    """Return the path of `PREFIX` + `suffix` on this machine: of a file at a URL that of its copy,
-    which is made if it is missing, damaged or of another version; its own path if there is no such
-    file.
+    """Return the path at which `PREFIX` + `suffix` can be read on this machine.
 
+    For a file at a URL that is the path of a copy, which is made if it is missing, damaged or of
+    another version. If there is no such file at the URL, its URL itself is returned.
     again: read the copy to check it even if its size and times are those of its last check.
     """
     path = with_suffix(prefix, suffix)
@@ -105,9 +105,9 @@ def _is_intact(copy: Path, again: bool) -> bool:
 
 
 def _state_of(copy: Path) -> list[int]:
-    """Return what changes when a file is written to."""
-    found = copy.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    """Return the size and times of a file, which change when it is written to."""
+    status = copy.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _other_versions(folder: Path, version: str) -> Iterator[Path]:

@@ -143,17 +143,17 @@ class WithBeginTokens(IndexedDataset):
             )
         self.require_integer_ids()
         ids = np.full(length, self.begin, np.int64)
-        for into, stored_start, stored_stop in self._stored_within(start, length):
-            ids[into] = self._stream[stored_start:stored_stop]
+        for place, stored_start, stored_stop in self._stored_within(start, length):
+            ids[place] = self._stream[stored_start:stored_stop]
         return ids
 
     def prepare_spans(self, spans: Iterable[tuple[int, int]]) -> None:
         """Read what is at a URL of the tokens [start, stop) of each span at once."""
-        self._prepare_stored(
-            (stored_start, stored_stop)
-            for start, stop in spans
-            for _, stored_start, stored_stop in self._stored_within(start, stop - start)
-        )
+        stored_spans: list[tuple[int, int]] = []
+        for start, stop in spans:
+            for _, stored_start, stored_stop in self._stored_within(start, stop - start):
+                stored_spans.append((stored_start, stored_stop))
+        self._prepare_stored(stored_spans)
 
     def counted(self, start: int, length: int) -> NDArray[np.bool_]:
         """Return whether each of the tokens [start, start + length) counts in the loss, [length].
@@ -161,14 +161,15 @@ class WithBeginTokens(IndexedDataset):
         With a mask begin tokens do not: no answer holds them.
         """
         counted = np.full(length, not self.has_mask)
-        for into, stored_start, stored_stop in self._stored_within(start, length):
+        for place, stored_start, stored_stop in self._stored_within(start, length):
             stored_length = stored_stop - stored_start
-            counted[into] = super().counted(stored_start, stored_length)
+            counted[place] = super().counted(stored_start, stored_length)
         return counted
 
     def _stored_within(self, start: int, length: int) -> Iterator[tuple[slice, int, int]]:
-        """Yield spans of the tokens [start, start + length) that are in the file: their places
-        among these tokens, and their first place and their end in the file."""
+        """Yield (place, stored_start, stored_stop) for each document that has some of the tokens
+        [start, start + length): tokens [stored_start, stored_stop) of the file are at `place` among
+        these tokens. Begin tokens are at no place that is yielded."""
         for span in self._spans_within(start, length):
             first_stored = max(span.start, self._start_of(span.document) + 1)
             stop = max(span.stop, first_stored)

@@ -3,11 +3,12 @@
 `end`: the last ones. Cheap to reason about and Megatron-LM's rule, but the last documents of a text
 may be unlike the others: their loss then says more about them than about the model.
 
-`everywhere`: PIECES pieces of neighbouring samples, or fewer of a small part, one in each of as
-many stretches of the stream. So the part is drawn like the training text. Where a piece begins
-within its stretch follows from multiples of the golden ratio, which are spread evenly: the part is
-a function of two numbers of samples alone, the same for every seed. A document that is longer than
-a piece lies on both sides.
+`everywhere`: the stream is cut into PIECES stretches, and of each one piece of neighbouring samples
+is held out. So the held-out part is like the training text. (A part of fewer samples than PIECES
+has as many pieces as samples.) Where a piece begins within its stretch is no random choice: it
+follows from the fractional parts of multiples of the golden ratio, which are spread evenly over [0,
+1). So the part depends on the numbers of samples and of held-out samples alone, and is the same for
+every seed. A document that is longer than a piece lies in both parts.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ GOLDEN = 0x9E3779B97F4A7C15  # the fraction of the golden ratio, times 2^64
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Numbers of samples: ranges that do not overlap, in ascending order.
+    """A sequence of sample numbers: those of ranges [begin, end) that do not overlap and ascend.
 
-    begins, ends: int64 [ranges], of which ends are not included.
-    in_turn: the first of each range comes first, then the second of each, each time from range to
-        range by multiples of the golden ratio, so that any beginning is from everywhere; no range
-        may be longer than one before it, nor shorter by more than one. False: range after range.
+    begins, ends: int64 [ranges].
+    in_turn: the order of the sequence. False: range after range. True: the first number of each
+        range, then the second of each, and so on, each time through the ranges in `_spread_order`,
+        so that any beginning of the sequence is from all over the stream. No range may then be
+        longer than one before it, nor shorter by more than one.
     """
 
     begins: Integers
@@ -58,8 +60,10 @@ class Ranges:
         return numbers_so_far - lengths
 
     def numbers(self, indices: Integers | np.int64) -> Integers:
-        """Return the numbers at indices in [0, len(self)), of the same shape."""
+        """Return the numbers at these indices, each in [0, len(self)), of the sequence; of the
+        shape of `indices`."""
         if self.in_turn:
+            # each round takes one number of every range
             position_in_range, turn = np.divmod(indices, len(self.begins))
             range_index = self._range_in_turn(position_in_range, turn)
         else:
@@ -70,25 +74,31 @@ class Ranges:
         return self.begins[range_index] + position_in_range
 
     def _range_in_turn(self, position_in_range: Integers, turn: Integers) -> Integers:
-        """Return the ranges whose numbers at some positions in them come at some turns."""
+        """Return which range it is the turn of, for the order `in_turn`; of the shape of the
+        arguments.
+
+        position_in_range: the number of the round, from 0 on.
+        turn: within the round, from 0 on.
+        """
         lengths = self._lengths()
         order = _spread_order(len(lengths))
+        # only the longest ranges, which may be all, have a number for the last round
         longest = order[lengths[order] == lengths.max()]
-        # so far only the longest ranges reach, which may be all
         is_last_round = position_in_range == lengths.max() - 1
+        # of other rounds turns may be beyond the longest: any value does, it is not selected
         in_last_round = longest[np.minimum(turn, len(longest) - 1)]
         return np.where(is_last_round, in_last_round, order[turn])
 
     def index_of(self, number: int) -> int:
-        """Return how many of the numbers are below `number`: its index in ascending order if it is
-        one of them."""
+        """Return how many of the numbers are below `number`. If it is one of them, that is its
+        index among all in ascending order."""
         asked = np.array(number)
         below = self.count_below(asked)
         return int(below)
 
     def count_below(self, numbers: Integers) -> Integers:
         """Return how many of the numbers are below each one of `numbers`, of the same shape."""
-        # of the range that begins last before each number; -1: none does
+        # the last range that begins at the number or before it; -1: none does
         ranges_begun = np.searchsorted(self.begins, numbers, side="right")
         range_index = ranges_begun - 1
         distance = numbers - self.begins[range_index]
@@ -100,13 +110,14 @@ class Ranges:
         return np.where(is_before_all, 0, below)
 
     def tokens(self, length: int) -> "Ranges":
-        """Return the tokens of samples of so many tokens."""
+        """Return the ranges of tokens that these samples have, if each has `length` tokens."""
         begins = self.begins * length
         ends = self.ends * length
         return Ranges(begins, ends)
 
     def beginning(self, count: int) -> "Ranges":
         """Return the first `count` numbers in ascending order."""
+        # of `count`, what is left for each range after those before it
         left_over = count - self._numbers_before()
         taken = np.clip(left_over, 0, self._lengths())
         ends = self.begins + taken
@@ -144,13 +155,14 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
 
 
 def _pieces_everywhere(total: int, held_out: int) -> Ranges:
-    """Return pieces of neighbouring samples, one in each of as many stretches of the stream."""
+    """Return `held_out` of `total` samples by the rule "everywhere": pieces of neighbouring
+    samples, one in each of as many stretches of the stream."""
     pieces = min(PIECES, held_out)
     sizes = _equal_parts(held_out, pieces)
-    # Each stretch is as large a share of the stream as its piece is of the part. The products may
-    # be beyond 64 bits: Python's integers.
+    # Each stretch has the share of the stream that its piece has of the held-out part.
     borders = [0]
     sums = np.cumsum(sizes)
+    # as integers of Python: the products may be beyond 64 bits
     for held_out_so_far in sums.tolist():
         border = total * held_out_so_far // held_out
         borders.append(border)
@@ -172,13 +184,14 @@ def _between(pieces: Ranges, total: int) -> Ranges:
 
 
 def all_evaluated(total: int, rule: HeldOutRule) -> Ranges:
-    """Return all samples of a stream that is evaluated, of which an evaluation takes the first: of
-    the file, or from all over it."""
+    """Return all `total` samples of a stream that is evaluated, in the order in which evaluations
+    take them: by the rule "everywhere" from all over the stream, else in that of the file."""
     return taken_in_turn(total) if rule == "everywhere" else Ranges.single(0, total)
 
 
 def taken_in_turn(total: int) -> Ranges:
-    """Return all samples of a stream, in an order in which any beginning is from everywhere."""
+    """Return all `total` samples of a stream, in an order any beginning of which is from all over
+    the stream."""
     parts = min(PIECES, total)
     parts = max(1, parts)
     sizes = _equal_parts(total, parts)
@@ -200,24 +213,28 @@ def _equal_parts(total: int, parts: int) -> Integers:
 
 
 def _spread_order(count: int) -> Integers:
-    """Return the numbers below `count` in an order in which any beginning is spread evenly."""
+    """Return the numbers below `count`, int64 [count], in an order any beginning of which is spread
+    evenly over them.
+
+    Entry i is the rank of the fractional part of (i + 1) * golden ratio among all of these.
+    """
+    # times 2^64
     fractions = [(number + 1) * GOLDEN % 2**64 for number in range(count)]
     by_fraction = sorted(range(count), key=fractions.__getitem__)
-    # the rank of each fraction
-    order = np.empty(count, np.int64)
-    order[by_fraction] = np.arange(count)
-    return order
+    ranks = np.empty(count, np.int64)
+    ranks[by_fraction] = np.arange(count)
+    return ranks
 
 
 def _begins_within(stretch_sizes: Integers, sizes: Integers) -> Integers:
-    """Return where each piece begins within its stretch, from multiples of the golden ratio.
+    """Return at which sample of its stretch each piece begins, int64 [pieces].
 
     stretch_sizes, sizes: samples of each stretch, and of the piece that lies in it.
     """
     begins = np.empty_like(sizes)
-    samples_left = stretch_sizes - sizes
-    for piece, last_begin in enumerate(samples_left.tolist()):
-        # what is behind the point of a multiple of the ratio, times 2^64
+    last_begins = stretch_sizes - sizes
+    for piece, last_begin in enumerate(last_begins.tolist()):
+        # the fractional part of a multiple of the golden ratio, times 2^64
         fraction = (piece + 1) * GOLDEN % 2**64
         possible_begins = last_begin + 1
         begins[piece] = fraction * possible_begins // 2**64

@@ -47,9 +47,12 @@ async def _bounded(request: Any, handler: Any) -> Any:
     except TimeoutError as problem:
         raise HttpProblem(f"the server has not answered within {ANSWER:.0f} s") from problem
     asked = RANGE.fullmatch(request.headers.get("Range", ""))
-    if asked and response.status == PARTIAL_CONTENT:
-        _require_range(response, int(asked[1]), int(asked[2]))
-    most = int(asked[2]) - int(asked[1]) + 1 if asked else MAX_ITEM
+    most = MAX_ITEM
+    if asked:
+        first, last = map(int, asked.groups())
+        most = last - first + 1
+        if response.status == PARTIAL_CONTENT:
+            _require_range(response, first, last)
     whole: bytes | None = None
 
     async def read() -> bytes:

@@ -126,6 +126,7 @@ def _check_ends(index: Index) -> None:
 
 
 def _check_all(index: Index) -> None:
+    """Check all documents and sequences of an index. Raises UserError, as all checks here do."""
     _check_documents(index, 0, len(index.documents))
     end = 0
     for start in range(0, len(index.lengths), CHUNK):
@@ -140,7 +141,7 @@ def _check_spans(index: Index) -> None:
     last_start = len(index.lengths) - SPAN
     for _ in range(SPANS):
         start = generator.randrange(last_start)
-        # one more: its begin is the end of the span
+        # one sequence more, so that the begin of the next span is compared with the end of this one
         _check_sequences(index, start, SPAN + 1, int(index.pointers[start]))
     end = _check_sequences(index, last_start, SPAN, int(index.pointers[last_start]))
     _require_stored(index, end)

@@ -101,7 +101,7 @@ class IndexedWriter:
         self._prefix = prefix
         self._vocab_size = vocab_size
         self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
-        # of no id: each is smaller than the one and larger than the other
+        # the smallest and largest id before any was written: every id is smaller and larger
         no_ids = (vocab_size, -1)
         mark = mark or WriteProgress(tokens=0, lengths=0, documents=0, open=0, ids=no_ids)
         self._bin = open_part(with_suffix(prefix, ".bin"), mark.tokens)
@@ -142,10 +142,10 @@ class IndexedWriter:
             self.ids = min(low, self.ids[0]), max(high, self.ids[1])
             if low < 0 or high >= self._vocab_size:
                 raise self._outside_vocabulary(tokens, ends)
-        # the tokens of the document that is open
+        # those of the new tokens that belong to the open document
         continued = int(ends[0]) if len(ends) else len(tokens)
-        # The document goes on in a sequence of its own.
         if self._open + continued > LONGEST_SEQUENCE:
+            # its sequence ends here, and the document goes on in another one
             self._write_lengths(np.array([self._open]))
             self._open = 0
         stored_tokens = tokens.astype(DTYPES[self._code])
@@ -177,6 +177,8 @@ class IndexedWriter:
         tokens: NDArray[np.integer],
         ends: NDArray[np.int64],
     ) -> UserError:
+        """Return the error for tokens of which some are outside the vocabulary. ends: as in
+        `extend`."""
         is_wrong = (tokens < 0) | (tokens >= self._vocab_size)
         first_wrong = int(np.flatnonzero(is_wrong)[0])
         written_documents = self._documents.tell() // 8 - 1
@@ -226,6 +228,8 @@ class IndexedWriter:
         idx: BinaryIO,
         idx_path: Path,
     ) -> None:
+        """Give all files their final names, the index last. After an error there is no index, and
+        so no pair."""
         try:
             if self._mask:
                 self._mask.publish()
@@ -239,6 +243,7 @@ class IndexedWriter:
             raise
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:
+        """Write the content of the .idx, made of the temporary files of lengths and documents."""
         # in chunks: an index may be larger than the memory
         lengths = _map_written(self._lengths, "<i4")
         documents = _map_written(self._documents, "<i8")
@@ -456,7 +461,8 @@ class IndexedDataset:
 
     def max_token(self) -> int:
         """Return the largest token id; -1 if there is no token."""
-        return self.token_range()[1]
+        _, largest = self.token_range()
+        return largest
 
     def first_outside(self, vocab: int) -> int | None:
         """Return the position of the first token whose id is outside [0, vocab), None if there is

@@ -6,10 +6,10 @@ digests of both files in PREFIX.json. A file of up to WHOLE bytes is read once f
 its digest and its smallest and largest id. The result is cached on this machine and reused while
 the file's size, times and inode are unchanged, so that the next start reads nothing.
 
-Of larger files, at a URL of those above WHOLE_REMOTE bytes that have no record or one with digests
-of blocks, only some blocks are read at a start,
-different ones each time: their ids are checked against the vocabulary and their digests against the
-record, which also has the smallest and largest id of the whole file. The digest of a larger index
+Of larger files only some blocks are read at a start, different ones each time: their ids are
+checked against the vocabulary and their digests against the record, which also has the smallest and
+largest id of the whole file. At a URL files above WHOLE_REMOTE bytes are treated so, unless their
+record has a digest of the whole file alone. The digest of a larger index
 is that of its last full check (`index_check`). `megaprec data verify` reads any file completely,
 and its result is reused at the next start.
 """
@@ -86,7 +86,8 @@ class DataSetContents:
 def contents_of(
     dataset: IndexedDataset, remedy: str = "copy it again or build it again"
 ) -> DataSetContents:
-    """Check the files of a data set that this machine has not read before; return its identity.
+    """Return the identity of a data set, after a check of those of its files that this machine has
+    not read before.
 
     remedy: advice at the end of the error line.
     Raises UserError for a file that has changed since it was built.
@@ -97,6 +98,8 @@ def contents_of(
     idx_digest = _digest_of_index(dataset)
     _compare(record, with_suffix(dataset.prefix, ".idx"), idx_digest, remedy)
     sampled = False
+    # whole, if it is small or was read whole before; else blocks, compared with the record; else
+    # always the same blocks, whose digest stands for the file
     if _is_read_whole(dataset, record) or _cached_scan(bin_file, dataset.dtype) is not None:
         scan = scan_file(bin_file, dataset.dtype)
         _compare(record, bin_file, scan.sha256, remedy)
@@ -294,6 +297,7 @@ def _compare(
 
 
 def _scan(file: BinaryIO | RangeReader, dtype: np.dtype | None) -> FileScan:
+    """Read a file from its position to its end. dtype: as in `scan_file`."""
     digest = hashlib.sha256()
     low, high = _scan_into(digest, file, dtype)
     return FileScan(digest.hexdigest(), low, high)
@@ -305,9 +309,10 @@ def _scan_into(
     dtype: np.dtype | None,
     limit: float = math.inf,
 ) -> tuple[int, int]:
-    """Add the next `limit` bytes of a file to a digest; return the range of their ids.
+    """Add the next `limit` bytes of a file to a digest; return their smallest and largest id, or
+    (0, -1) if there are none.
 
-    The range is (0, -1) if there are none.
+    dtype: of the ids; None: the file has none.
     """
     smallest: list[int] = []
     largest: list[int] = []
@@ -328,11 +333,14 @@ def _check_some_blocks(
     record: dict[str, Any] | None,
     remedy: str,
 ) -> FileScan:
-    """Check some blocks of a large file: random ones, or, without a record, always the same ones.
+    """Read some blocks of a large file: random ones, which are compared with the record, or,
+    without a record, always the same ones.
 
-    Without a record, the digest returned is that of the blocks read, and is cached on this machine.
+    Return the digest of the blocks that were read, and the range of their ids. Without a record
+    this is cached on this machine. Raises UserError for a block of another digest than the
+    record's.
     """
-    expected = _recorded_blocks(record)
+    expected = _recorded_blocks(record)  # digests of all blocks
     digest = hashlib.sha256()
     smallest: list[int] = []
     largest: list[int] = []
@@ -342,7 +350,7 @@ def _check_some_blocks(
         block_count = -(-before["size"] // BLOCK)  # rounded up
         for number in _checked_blocks(block_count, record):
             opened.seek(number * BLOCK)
-            if expected:  # of each block by itself, otherwise of all together
+            if expected:  # each block has a digest of its own
                 digest = hashlib.sha256()
             low, high = _scan_into(digest, opened, dtype, BLOCK)
             if expected and expected[number] != digest.hexdigest():
@@ -377,9 +385,10 @@ def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
 def _spread(count: int) -> Iterable[int]:
     """Return the numbers of at most SAMPLED of `count` blocks, evenly spaced from the first to the
     last."""
-    steps = max(1, SAMPLED - 1)
-    # A set, for fewer blocks than SAMPLED are met several times.
-    numbers = {round(step * (count - 1) / steps) for step in range(SAMPLED)}
+    last = count - 1
+    intervals = max(1, SAMPLED - 1)
+    # a set: fewer blocks than SAMPLED come several times
+    numbers = {round(step * last / intervals) for step in range(SAMPLED)}
     return sorted(numbers)
 
 

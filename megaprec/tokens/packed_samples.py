@@ -104,11 +104,12 @@ class PackedSamples(Samples):
         """Return how many tokens of the samples at positions [position, position + count) of the
         run are padding."""
         ids = self._ids(np.arange(position, position + count, dtype=np.int64))
-        begins = self._pieces.first_pieces[ids]
-        ends = self._pieces.first_pieces[ids + 1]
-        spans = zip(begins.tolist(), ends.tolist(), strict=True)
-        filled = sum(int(self._pieces.lengths[begin:end].sum()) for begin, end in spans)
-        return count * self._seq_length - filled
+        num_filled = 0
+        for sample_id in ids.tolist():
+            pieces = self._pieces.pieces_of(sample_id)
+            lengths = self._pieces.lengths[pieces.start : pieces.stop]
+            num_filled += int(lengths.sum())
+        return count * self._seq_length - num_filled
 
     def require_counted(self, what: str) -> None:
         """Raise UserError if no target of an epoch counts in the loss.
@@ -152,14 +153,16 @@ class PackedSamples(Samples):
         return tuple(spans)
 
     def _mask(self, sample_id: int) -> NDArray[np.bool_]:
-        """Return which targets of a sample count in the loss, [seq]."""
-        # of each token of the row, as a target of the one before it
+        """Return which targets of a sample count in the loss, bool [seq]."""
+        # for each token of the row, inputs and the last target: whether it counts as a target of
+        # the token before it; padding does not
         counted = np.zeros(self._seq_length + 1, bool)
         column = 0
         spans = self._spans(sample_id)
         for piece, (start, stop) in zip(self._pieces.pieces_of(sample_id), spans, strict=True):
             end_column = column + stop - start
             counted[column:end_column] = True
+            # the first token of a piece that continues a document is a target of the piece before
             if self._resets.eod_mask_loss or self._pieces.continues[piece]:
                 counted[column] = False
             if self._resets.loss_mask:
@@ -172,9 +175,10 @@ class PackedSamples(Samples):
         documents = np.empty((len(ids), self._seq_length), np.int64)
         positions = np.empty_like(documents)
         for row, sample_id in enumerate(ids):
-            lengths = [int(self._pieces.lengths[i]) for i in self._pieces.pieces_of(sample_id)]
-            # padding
-            lengths.append(self._seq_length - sum(lengths))
+            pieces = self._pieces.pieces_of(sample_id)
+            lengths = self._pieces.lengths[pieces.start : pieces.stop].tolist()
+            num_padding = self._seq_length - sum(lengths)
+            lengths.append(num_padding)  # as one more document
             documents[row] = np.repeat(np.arange(len(lengths)), lengths)
             positions[row] = np.concatenate([np.arange(length) for length in lengths])
         if self._resets.attention_mask:
@@ -185,28 +189,31 @@ class PackedSamples(Samples):
 
     def _counted_by_sample(self) -> NDArray[np.int64]:
         """Return how many targets of each chosen sample count in the loss, int64 [len(self)]."""
-        counted = np.empty(len(self._pieces.starts), np.int64)
+        counted_of_piece = np.empty(len(self._pieces.starts), np.int64)
         for pieces, numbers in self._counted_by_piece():
-            counted[pieces] = numbers
-        counted_before = np.concatenate(([0], np.cumsum(counted)))
+            counted_of_piece[pieces] = numbers
+        counted_before = np.concatenate(([0], np.cumsum(counted_of_piece)))
         by_sample = np.diff(counted_before[self._pieces.first_pieces])
         return by_sample[self._chosen_numbers()]
 
     def _counted_by_piece(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield numbers of pieces, and how many of their targets count, for about CHUNK tokens of
-        the file at a time."""
+        """Yield numbers of pieces, and how many of their tokens count in the loss as targets, for
+        about CHUNK tokens of the file at a time."""
         pieces = self._pieces
-        in_file = np.argsort(pieces.starts)
-        is_first = np.zeros(len(in_file), bool)
-        is_first[pieces.first_pieces[:-1]] = True
-        first_counts = ~(is_first | pieces.continues)
+        in_file_order = np.argsort(pieces.starts)
+        # the first token of a piece is a target only behind another piece of its sample, and only
+        # if a document begins with it
+        is_first_of_sample = np.zeros(len(in_file_order), bool)
+        is_first_of_sample[pieces.first_pieces[:-1]] = True
+        can_first_count = ~(is_first_of_sample | pieces.continues)
         if self._resets.eod_mask_loss:
-            first_counts[:] = False
-        chunk_of_piece = pieces.starts[in_file] // CHUNK
+            can_first_count[:] = False
+        chunk_of_piece = pieces.starts[in_file_order] // CHUNK
         borders = np.flatnonzero(np.diff(chunk_of_piece)) + 1
-        for group in np.split(in_file, borders):
+        for group in np.split(in_file_order, borders):
             starts = pieces.starts[group]
             stops = starts + pieces.lengths[group] + pieces.goes_on[group]
+            # the tokens [begin, end) of the stream, by the loss mask
             begin = int(starts[0])
             end = int(stops[-1])
             counted = np.ones(end - begin, bool)
@@ -214,7 +221,8 @@ class PackedSamples(Samples):
                 counted = self._dataset.counted(begin, end - begin)
             counted_before = np.concatenate(([0], np.cumsum(counted)))
             behind_first = counted_before[stops - begin] - counted_before[starts - begin + 1]
-            yield group, behind_first + (counted[starts - begin] & first_counts[group])
+            first_counts = counted[starts - begin] & can_first_count[group]
+            yield group, behind_first + first_counts
 
 
 def split_packed(

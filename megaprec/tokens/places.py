@@ -65,8 +65,12 @@ def path_of(name: str) -> Path:
 
 
 def require_there(path: Path, url: str) -> None:
-    """Raise UserError unless a file or folder is at a URL: one that names the server if it cannot
-    be reached, and token files, which are no text."""
+    """Raise UserError unless a text file or folder is at a URL. The error says whether the server
+    cannot be reached, token files are there, or nothing is.
+
+    path: of the URL.
+    url: as the user wrote it, for the error.
+    """
     try:
         file_system(path).info(cast(Any, path).path)
         return

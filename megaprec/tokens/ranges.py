@@ -79,6 +79,8 @@ class RemoteFile:
             repeated(self.path, self._last_byte)
 
     def _range(self, start: int, size: int) -> bytes:
+        """Return `size` bytes from byte `start` on by one request. Raises UserError if the file has
+        changed, and an error of any library if the request fails."""
         name = cast(Any, self.path).path
         try:
             content = file_system(self.path).cat_file(name, start, start + size)
@@ -185,17 +187,18 @@ class RemoteTokens:
         return b"".join(blocks)[skipped : skipped + end - begin]
 
     def _read_blocks(self, first: int, last: int) -> Iterator[bytes]:
-        """Yield the blocks `first` to `last`; those that are missing together come together."""
+        """Yield the blocks `first` to `last`. Missing ones that follow each other are read by one
+        request."""
         number = first
         while number <= last:
             if number not in self._blocks:
-                missing = 1
-                while number + missing <= last and number + missing not in self._blocks:
-                    missing += 1
-                yield from self._fetch(number, missing)
-                number += missing
+                num_missing = 1  # from this one on
+                while number + num_missing <= last and number + num_missing not in self._blocks:
+                    num_missing += 1
+                yield from self._fetch(number, num_missing)
+                number += num_missing
                 continue
-            self._blocks.move_to_end(number)
+            self._blocks.move_to_end(number)  # it was used last
             yield self._blocks[number]
             number += 1
 
@@ -231,7 +234,7 @@ def is_file_there(path: Path) -> bool:
     except UserError as error:
         if not _is_forbidden(error.__cause__):
             raise
-        # so do buckets that may not be listed answer for what is not there
+        # a bucket that may not be listed forbids also the reading of a file that it does not have
         _note(f"{path}: may not be read; taken for absent")
         return False
     return details is not None and details.get("type", "file") == "file"
@@ -244,6 +247,7 @@ def details_of(path: Path) -> dict[str, Any] | None:
 
 
 def _details(path: Path) -> dict[str, Any] | None:
+    """Return what `details_of` does, by one request, which may raise an error of any library."""
     system = file_system(path)
     name = cast(Any, path).path
     # what an earlier listing told may be old

@@ -227,7 +227,7 @@ class Samples:
         raise UserError.of("data.no_token_counts", what=what)
 
     def tokens_by_document(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens of each document the chosen samples begin with or go over, int64
+        """Return how many tokens of each document are inputs of the chosen samples, int64
         [documents].
 
         lengths: of the documents of the data set, in tokens.
@@ -245,16 +245,19 @@ class Samples:
         """Return of how many different samples no target counts in the loss."""
         seq_length = self._seq_length
         begins = self._window_begins()
+        # multiples of the stride, so that each run of tokens begins with a sample
         tokens_at_a_time = max(1, CHUNK // self._stride) * self._stride
-        without = 0
+        num_without = 0
         for begin, end in zip(begins.begins.tolist(), begins.ends.tolist(), strict=True):
             for start in range(begin, end, tokens_at_a_time):
                 stop = min(start + tokens_at_a_time, end)
+                # of windows of seq_length targets that begin at the tokens [start, stop)
                 counted = self._counted(start, stop - start + seq_length - 1)
                 counted_before = np.concatenate(([0], np.cumsum(counted)))
                 counted_in_window = counted_before[seq_length:] - counted_before[:-seq_length]
-                without += int((counted_in_window[:: self._stride] == 0).sum())
-        return without
+                counted_in_sample = counted_in_window[:: self._stride]
+                num_without += int((counted_in_sample == 0).sum())
+        return num_without
 
     def _has_counted(self, begin: int, end: int) -> bool:
         """Return True if a target of the samples that begin in the tokens [begin, end) counts."""
@@ -295,10 +298,11 @@ class Samples:
             batch = replace(batch, documents=torch.from_numpy(numbers))
         if resets.position_ids:
             positions_in_sample = np.arange(seq_length)
-            # the first token of a sample begins at 0 anyway
+            # whether a token is of the document of the token before it; for the first, of which 0
+            # is the begin in either case, any value does
             first_column = np.ones_like(same_as_next[:, :1])
             continues = np.concatenate((first_column, same_as_next[:, :-1]), axis=1)
-            # where each token's document begins: the largest begin so far
+            # where each token's document begins in the sample: the largest begin so far
             begins = np.where(continues, 0, positions_in_sample)
             begins = np.maximum.accumulate(begins, axis=1)
             positions = torch.from_numpy(positions_in_sample - begins)
@@ -355,7 +359,8 @@ def training_numbers(
     held_out_count = min(held_out_samples(total, held_out), total - 1)
     if held_out_count < 1:
         return Ranges.single(0, total)
-    return divide(total, held_out_count, rule)[0]
+    training, _ = divide(total, held_out_count, rule)
+    return training
 
 
 def held_out_samples(total: int, fraction: float) -> int:
@@ -375,6 +380,7 @@ def _too_short(
     seq_length: int,
     samples: int,
 ) -> UserError:
+    """Return the error of a data set that has fewer tokens than so many samples need."""
     return UserError.of(
         "data.data_too_short",
         prefix=dataset.prefix,

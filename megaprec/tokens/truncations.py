@@ -11,13 +11,16 @@ Integers = NDArray[np.int64]
 
 
 class Truncations(NamedTuple):
-    """Counts of a way to make samples of documents; of an epoch, held-out samples included.
+    """Counts of documents cut and padded in an epoch by a way to make samples of them, held-out
+    samples included.
 
-    samples: their number. padding: tokens of samples that are of no document. unread: tokens of
-        documents that are in no sample.
-    short, short_cut: documents that fit a sample, without empty ones, and of those the ones that
-        are cut. long: documents that do not fit.
-    cuts: of all documents. A document of n cuts is in n + 1 pieces.
+    samples: number of samples.
+    padding: number of tokens of samples that are of no document.
+    unread: number of tokens of documents that are in no sample.
+    short: number of documents that fit into one sample, without empty ones.
+    short_cut: number of those of them that are cut anyway.
+    long: number of documents that do not fit into one sample.
+    cuts: number of cuts in all documents. A document with n cuts is in n + 1 pieces.
     """
 
     samples: int
@@ -52,15 +55,18 @@ def truncations_of_packing(
 ) -> Truncations:
     """Return what a packing of these documents into samples of this length does to them."""
     ends = np.cumsum(document_lengths)
-    continuing = pieces.starts[pieces.continues]
-    documents_cut = np.searchsorted(ends, continuing, side="right")
-    cuts = np.bincount(documents_cut, minlength=len(document_lengths))
+    # a piece that continues a document begins at a cut of it
+    places_of_cuts = pieces.starts[pieces.continues]
+    document_of_cut = np.searchsorted(ends, places_of_cuts, side="right")
+    cuts = np.bincount(document_of_cut, minlength=len(document_lengths))
     return _truncations(document_lengths, seq_length, cuts, len(pieces), unread=0)
 
 
 def _truncations(
     document_lengths: Integers, seq_length: int, cuts: Integers, samples: int, unread: int
 ) -> Truncations:
+    """Return the counts of a way to make samples. cuts: in each document, int64 [documents];
+    samples, unread: as in `Truncations`."""
     is_short = (document_lengths > 0) & (document_lengths <= seq_length)
     num_read = int(document_lengths.sum()) - unread
     return Truncations(

@@ -48,11 +48,12 @@ class CanonicalConsensus(StepConsensus):
     def measure(
         self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]
     ) -> GradientMeasures:
-        """Return the measures of this rank's gradients; the sum of squares is 0, or not finite if
-        an element or a copy is not.
+        """Return the measures of this rank's gradients.
 
-        The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their
-        unit. Collective for a norm that needs the largest of all ranks.
+        Of `counted`, the sum of squares only says whether all elements and copies are finite: it is
+        0 if they are, else NaN. `norm` is the largest magnitude for order inf. For any other order
+        it is float64 [LENGTH + 1]: the exact sum of the p-th powers of the gradients divided by
+        2**exponent, and that exponent. Collective over the world for orders other than 2 and inf.
         """
         counted = statistics(gradients, counted_elsewhere, self.device)
         # 0 * x is 0 for a finite x, else NaN: only whether the sum of squares is finite is used
@@ -76,43 +77,48 @@ class CanonicalConsensus(StepConsensus):
         return GradientMeasures(counted, norm)
 
     def pack(self, measured: GradientMeasures, numbers: Mapping[str, Tensor | float]) -> Tensor:
-        """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
-        batch]."""
+        """Return this rank's numbers, to be summed over the world: those of the base class, the
+        numbers of the exact norm, and the slots of losses.
+
+        numbers: "loss" is in slots, float64 [micro-batches of the global batch]. Each is of one
+            micro-batch, whose loss only one rank has: sums over the world round nothing.
+        """
         losses = numbers["loss"]
         assert isinstance(losses, Tensor)
-        no_numbers = measured.norm.view(-1)[:0]
-        powers = no_numbers
+        no_norm = measured.norm.view(-1)[:0]
+        exact_norm = no_norm
         if self._num_exact:
-            powers = measured.norm
-            # the base class exchanges a largest magnitude only
-            measured = GradientMeasures(measured.counted, no_numbers)
+            exact_norm = measured.norm
+            # the base class exchanges no norm then
+            measured = GradientMeasures(measured.counted, no_norm)
         # its sum of losses tells whether all are finite; `read` replaces it by the exact one
         of_base = super().pack(measured, {**numbers, "loss": losses.sum()})
-        return torch.cat((of_base, powers, losses))
+        return torch.cat((of_base, exact_norm, losses))
 
     def read(self, summed: Tensor) -> StepNumbers:
-        """Return the numbers that the sum over the world contains. The host waits for
-        the sum, because exact sums are finished there."""
-        powers_start = sum(self.lengths)
-        losses_start = powers_start + self._num_exact
-        of_base, powers, losses = summed.tensor_split((powers_start, losses_start))
+        """Return what all ranks agree on. summed: over the world, what `pack` has returned on each
+        rank. The host waits for it, because exact sums are finished there."""
+        exact_norm_start = sum(self.lengths)
+        losses_start = exact_norm_start + self._num_exact
+        of_base, exact_norm, losses = summed.tensor_split((exact_norm_start, losses_start))
         numbers = super().read(of_base)
         exact_loss = self._scalar(total_loss(losses))
         loss = exact_loss.where(numbers["gave_loss"], math.nan)
         norm = numbers["norm"]
         if self._num_exact:  # else the base class has the largest magnitude
-            norm = self._scalar(self._norm_of(powers))
+            norm = self._scalar(self._norm_of(exact_norm))
         return {**numbers, "loss": loss, "norm": norm}
 
-    def _norm_of(self, powers: Tensor) -> float:
-        """Return the norm of which all ranks together have sent these powers."""
-        sum_of_powers = total(powers[:-1])
+    def _norm_of(self, exact_norm: Tensor) -> float:
+        """Return the norm of the gradients of all ranks. exact_norm: the sum over the world of the
+        `norm` that `measure` has returned on each."""
+        sum_of_powers = total(exact_norm[:-1])
         if self.exact_order == 2:
             root = math.sqrt(sum_of_powers)  # correctly rounded, unlike a power
         else:
             root = sum_of_powers ** (1 / self.exact_order)
         # the last number is the sum of the exponents, which are the same on all ranks
-        exponent = powers[-1].item() / self.world.size
+        exponent = exact_norm[-1].item() / self.world.size
         return root * 2.0**exponent
 
     def _exponent(self, gradients: Sequence[Tensor]) -> int:
@@ -132,10 +138,10 @@ def in_slots(
     dp: Axis,
     device: torch.device,
 ) -> Tensor:
-    """Return float64 [count x dp ranks]: the losses [count] of this rank's micro-batches in their
-    slots, and zeros.
+    """Return float64 [dp ranks * count]: a slot for each micro-batch of the global batch, with the
+    losses [count] of this rank's micro-batches in theirs, and zeros in all others.
 
-    Raises UserError for another number of losses.
+    loss: None on a rank that computes none. Raises UserError for another number of losses.
     """
     # a row for each rank: the sum over ranks then adds zeros only, in any order
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)

@@ -62,8 +62,8 @@ class ExactSum:
             self._take_digits(values, _digit_of(largest))
 
     def _set_aside(self, values: Tensor) -> float:
-        """Add the numbers that are not finite, put zeros in their places and return the largest
-        that is left."""
+        """Add the numbers that are not finite to `_infinite`, put zeros in their places, and return
+        the largest magnitude that is left."""
         finite = values.abs() < _LIMIT
         infinite = values[~finite].mul(math.inf)  # numbers from _LIMIT on too; a NaN stays one
         self._infinite += float(infinite.sum())
@@ -71,7 +71,8 @@ class ExactSum:
         return float(values.abs().amax())
 
     def _take_digits(self, remainder: Tensor, digit: int) -> None:
-        """Take digits away from `remainder`, from this one downwards, until nothing is left."""
+        """Add `remainder` [n] to the sum digit by digit, from number `digit` downwards, until
+        nothing of it is left. It is overwritten."""
         digits = self._digits[: len(remainder)]
         while True:
             position = _DIGIT_BITS * digit
@@ -146,9 +147,10 @@ def _block_sums(digits: Tensor) -> list[float]:
 
 
 def _in_units(block_sum: float, position: int) -> int:
-    """Return a sum of multiples of a digit's unit as an integer. One factor for both steps could
-    overflow."""
+    """Return a sum of multiples of a digit's unit, 2^(position + _LOWEST), as a number of these
+    units."""
     exponent = -(position + _LOWEST)
+    # in two steps: one factor of 2^exponent could overflow
     half = exponent // 2
     partly_scaled = math.ldexp(block_sum, half)
     return int(math.ldexp(partly_scaled, exponent - half))

@@ -27,7 +27,7 @@ def start_tree_sum(dp: Axis, gradients: Tensor, only_local: bool) -> Callable[[]
 
 class CanonicalNumerics(Numerics):
     """One order of additions for all layouts: trees over micro-batches and ranks, exact sums of
-    norms and losses, and updates that are the same in every slice."""
+    norms and losses, and updates that are the same in every slice. Methods as in `Numerics`."""
 
     start_sum = staticmethod(start_tree_sum)
 

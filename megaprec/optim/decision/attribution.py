@@ -160,8 +160,11 @@ def _is_of(piece: Piece, offender: Offender) -> bool:
 
 
 def _describe(name: str, stage: int, slice_rank: int, gradients: Tensor) -> Offender:
-    """Return what is not finite among the gradients of a slice. slice_rank: of tp, of the experts'
-    tp, or of the virtual ranks."""
+    """Return what is not finite among the gradients of a slice of the logical tensor `name`.
+
+    stage: the pipeline rank.
+    slice_rank: the rank that has the slice: of tp, of the experts' tp, or a virtual one.
+    """
     finite = gradients[gradients.isfinite()]
     return Offender(
         name=name,
@@ -204,9 +207,10 @@ def _merge(findings: Iterable[_Finding], max_offenders: int) -> tuple[Offender, 
     for start, offender in findings:
         key = (offender.name, offender.stage, offender.tp_rank)
         by_start = slices[key]
-        replica = by_start.get(start, offender)
+        other_replica = by_start.get(start, offender)
         # of two replicas that differ, the one with more bad elements
-        by_start[start] = offender if offender.bad >= replica.bad else replica
+        if offender.bad >= other_replica.bad:
+            by_start[start] = offender
     merged = [_merged(list(by_start.values())) for by_start in slices.values()]
     merged.sort(key=lambda offender: (-offender.bad, offender.name, offender.tp_rank))
     return tuple(merged[:max_offenders])

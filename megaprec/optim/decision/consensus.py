@@ -119,14 +119,13 @@ def to_host(numbers: StepNumbers) -> dict[str, Any]:
     start = 0
     for name, tensor in numbers.items():
         stop = start + tensor.numel()
-        value = on_host[start:stop]
-        if tensor.dim():
-            values[name] = tuple(value)
-        elif tensor.dtype == torch.bool:
-            values[name] = bool(value[0])
-        else:
-            values[name] = value[0]
+        elements = on_host[start:stop]
         start = stop
+        if tensor.dim():
+            values[name] = tuple(elements)
+            continue
+        (number,) = elements
+        values[name] = bool(number) if tensor.dtype == torch.bool else number
     return values
 
 
@@ -142,9 +141,11 @@ class GradientMeasures(NamedTuple):
 
 
 class StepConsensus:
-    """Packs the numbers of a rank into one tensor and reads the sum.
+    """Packs the numbers of a rank (`NUMBERS`) into one tensor, which is summed over the world, and
+    reads from the sum what all ranks agree on.
 
-    order: of the gradient norm. call: as in `grad_stats.statistics`.
+    order: of the gradient norm: 2 for L2, inf or any other p.
+    call: as in `grad_stats.statistics`.
     """
 
     def __init__(
@@ -191,18 +192,22 @@ class StepConsensus:
         return torch.cat((*packed, norms))
 
     def _pack(self, how: Combine, value: Tensor) -> Tensor:
-        """Return a number as it is exchanged, float64 [how.length]."""
+        """Return this rank's value, float64 [], in the form in which it is summed over ranks:
+        float64 [how.length]."""
         if how is Combine.SUM:
             return value.view(1)
+        is_digest = how in (Combine.EQUAL, Combine.EQUAL_IN_PP_RANK)
+        terms = torch.stack((value, value.square())) if is_digest else value.view(1)
         if how is Combine.EQUAL:
-            return torch.stack((value, value.square()))
-        rows = value.view(1) if how is Combine.BY_PP_RANK else torch.stack((value, value.square()))
-        of_stages = torch.zeros(len(rows), self.pp.size, dtype=torch.float64, device=self.device)
-        of_stages[:, self.pp.rank] = rows
-        return of_stages.view(-1)
+            return terms
+        # a column for each stage: only ranks of one stage add to a column
+        by_stage = torch.zeros(len(terms), self.pp.size, dtype=torch.float64, device=self.device)
+        by_stage[:, self.pp.rank] = terms
+        return by_stage.view(-1)
 
     def _read(self, how: Combine, summed: Tensor) -> Tensor:
-        """Return the number of which all ranks together have sent this sum."""
+        """Return what the ranks' values of a number combine to. summed: over all ranks, what
+        `_pack` has returned on each."""
         if how is Combine.SUM:
             return summed.view(())
         if how is Combine.BY_PP_RANK:
@@ -215,7 +220,8 @@ class StepConsensus:
         return _are_equal(digests, digests_squared, ranks_of_stage).all()
 
     def read(self, summed: Tensor) -> StepNumbers:
-        """Return the numbers that the sum over the world contains."""
+        """Return what all ranks agree on. summed: over the world, what `pack` has returned on each
+        rank."""
         *packed, norms = summed.split(self.lengths)
         numbers = {
             name: self._read(how, part)

@@ -122,21 +122,21 @@ def _squares_by_rows(block: Tensor) -> Tensor:
     unless the block is float64, and may overflow."""
     if block.dtype != torch.float64:
         block = block.float()
-    in_rows = len(block) // _CPU_ROW * _CPU_ROW
-    rows = block[:in_rows].view(-1, _CPU_ROW)
+    rows_stop = len(block) // _CPU_ROW * _CPU_ROW  # the end of the last whole row
+    rows = block[:rows_stop].view(-1, _CPU_ROW)
     norms = torch.linalg.vector_norm(rows, dim=1).double()
     squares = norms.square().sum()
-    if in_rows < len(block):
-        squares += torch.linalg.vector_norm(block[in_rows:]).double().square()
+    if rows_stop < len(block):
+        squares += torch.linalg.vector_norm(block[rows_stop:]).double().square()
     return squares
 
 
 def _checked(squares: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-    """Return a sum of squares by rows of these blocks, or the one in float64 where FP32 has too
-    short a range for it."""
+    """Return `squares`, the sum over rows of these blocks, or compute it again in float64 if FP32
+    may have overflowed or lost small squares."""
     num_elements = sum(block.numel() for block in blocks)
-    least = num_elements * _LEAST_RMS**2
-    if squares.isfinite() and squares >= least:
+    least_squares = num_elements * _LEAST_RMS**2
+    if squares.isfinite() and squares >= least_squares:
         return squares
     norms: list[Tensor] = []
     for block in blocks:

@@ -55,16 +55,20 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Update masters and moments of flat tensors [n] in place, and round the masters to `weights`.
+    """Update masters and moments of flat tensors [n] by AdamW, in place, and round the masters to
+    `weights`. Return all tensors that were changed.
 
-    weights: None if the masters are the weights. numbers, skip: as in `AdamWNumbers`.
+    weights: None if the masters are the weights.
+    numbers, skip: as in `AdamWNumbers`.
+    betas, eps: AdamW's.
     """
     dtype = masters.dtype
-    # a divisor may be too large for FP32: what is beyond it divides once more, and is 1 otherwise
+    # The divisor may be too large for FP32. Then gradients are divided by FP32's largest number
+    # and by how many times as large the divisor is, which is 1 otherwise.
     largest = torch.finfo(dtype).max
-    further = (numbers[0] / largest).clamp(min=1).to(dtype)
+    further_divisor = (numbers[0] / largest).clamp(min=1).to(dtype)
     divisor, decay, rate, root = numbers.clamp(max=largest).to(dtype).unbind()
-    gradient = grads.to(dtype) / divisor / further
+    gradient = grads.to(dtype) / divisor / further_divisor
     average = exp_avg + (gradient - exp_avg) * (1 - betas[0])
     squares = exp_avg_sq + (gradient * gradient - exp_avg_sq) * (1 - betas[1])
     # never negative but on trial, with random numbers
@@ -83,8 +87,9 @@ def adamw_(
 class AdamWNumbers(NamedTuple):
     """The numbers of a step that all elements of a group share.
 
-    numbers: float64 [4], the divisor of the gradients, the factor of weight decay, the rate over
-        the correction of the first moment, and the root of the correction of the second.
+    numbers: float64 [4]. In this order: the divisor of the gradients; 1 - rate * decay, by which
+        weights are multiplied; the rate, divided by the bias correction 1 - beta1**steps; the root
+        of the bias correction 1 - beta2**steps.
     skip: int32 [], 1 if nothing may change, else 0.
     """
 
@@ -95,26 +100,27 @@ class AdamWNumbers(NamedTuple):
 def adamw_numbers(rule: AdamW, step: Step) -> AdamWNumbers:
     """Return the numbers of a step for all elements of a group."""
     steps = step.steps.double()
-    corrections = [1 - beta**steps for beta in rule.betas]
+    first_correction, second_correction = [1 - beta**steps for beta in rule.betas]
     decay = torch.full_like(steps, 1 - step.lr * step.weight_decay)
     numbers = (
         step.divisor.double(),
         decay,
-        step.lr / corrections[0],
-        corrections[1].sqrt(),
+        step.lr / first_correction,
+        second_correction.sqrt(),
     )
     return AdamWNumbers(torch.stack(numbers), step.skip.int())
 
 
 def has_one_pass(tile: Tile, rule: UpdateRule) -> bool:
-    """Return True if a rule has a leaf that updates all that is stored for a tile.
+    """Return True if `adamw_` can update a tile by this rule.
 
-    Numbers that are rounded stochastically, masters in 16 bits, and those that are in two parts
-    have none.
+    It cannot round stochastically, nor update masters or moments in 16 bits, nor masters that are
+    stored as weights with remainders.
     """
     if type(rule) is not AdamW or tile.masters is None or not tile.nearest:
         return False
-    return all(values.itemsize >= 4 for values in (tile.masters, *dict(tile.moments).values()))
+    moments = [values for _, values in tile.moments]
+    return all(values.itemsize >= 4 for values in (tile.masters, *moments))
 
 
 def update_in_one_pass(
@@ -124,22 +130,29 @@ def update_in_one_pass(
     numbers: AdamWNumbers,
     otherwise: Callable[[], None],
 ) -> None:
-    """Update a tile for which `has_one_pass` is True. otherwise: does so without compiled code."""
+    """Update a tile for which `has_one_pass` is True.
+
+    call: calls the leaf `adamw_` in its compiled form.
+    numbers: of the step, for the tile's group.
+    otherwise: updates the tile operator by operator; called if there is no compiled form.
+    """
     assert isinstance(rule, AdamW) and tile.masters is not None
     weights = tile.weights
-    # of FP8 weights, or of the same dtype as masters
-    is_master = (
+    # the masters of FP8 weights stand in their place, and those of the same dtype are the weights
+    are_weights_masters = (
         weights.data_ptr() == tile.masters.data_ptr() and weights.dtype == tile.masters.dtype
     )
     (_, exp_avg), (_, exp_avg_sq) = tile.moments
     stored = [tile.grads, tile.masters, exp_avg, exp_avg_sq]
-    if not is_master:
+    if not are_weights_masters:
         stored.append(weights)
     length = len(tile.grads)
-    padded = stored
+    # the shortest length that is compiled, with room for the tile
+    arguments = stored
     if length not in LENGTHS:
-        missing = min(each for each in LENGTHS if each >= length) - length
-        padded = [torch.nn.functional.pad(values, (0, missing)) for values in stored]
+        compiled_length = min(each for each in LENGTHS if each >= length)
+        padding = (0, compiled_length - length)
+        arguments = [torch.nn.functional.pad(values, padding) for values in stored]
     is_compiled = True
 
     def uncompiled(*_: Any) -> None:
@@ -149,16 +162,16 @@ def update_in_one_pass(
 
     call(
         adamw_,
-        None if is_master else padded[-1],
-        *padded[:4],
+        None if are_weights_masters else arguments[-1],
+        *arguments[:4],
         *numbers,
         rule.betas,
         rule.eps,
         otherwise=uncompiled,
     )
-    if is_compiled and padded is not stored:
+    if is_compiled and arguments is not stored:
         # all but the gradients, which are only read
-        for values, updated in zip(stored[1:], padded[1:], strict=True):
+        for values, updated in zip(stored[1:], arguments[1:], strict=True):
             values.copy_(updated[:length])
 
 
@@ -167,9 +180,12 @@ def statistics_in_one_pass(
     gradients: Sequence[Tensor],
     otherwise: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return float64 [2]: sum of squares and number of zeros of flat tensors, of which there is
-    one. otherwise: computes those of one run without compiled code, and of every rest."""
-    measured: list[Tensor] = []
+    """Return float64 [2]: sum of squares and number of zeros of all elements of flat tensors.
+
+    gradients: at least one tensor with an element.
+    otherwise: returns float64 [2] for one run, without compiled code.
+    """
+    measured: list[Tensor] = []  # float64 [2] of each run
     for values in gradients:
         for start, stop in runs(0, len(values)):
             run = values[start:stop]

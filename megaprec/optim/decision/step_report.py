@@ -239,6 +239,8 @@ def describe(report: StepReport) -> str:
 
 
 def _describe_offender(offender: Offender) -> str:
+    """Return an offender on one line: its place, how many elements were not finite, and the origin
+    if it is known."""
     line = f"  {offender.name} (stage {offender.stage}, tensor rank {offender.tp_rank})"
     if offender.name != LOSS:
         line += (

@@ -53,12 +53,14 @@ def require_identifiable(
     tp: int,
     experts: ExpertAxes | None = None,
 ) -> None:
-    """Raise UserError, naming parameters, for parameters that no step could train right.
+    """Raise UserError, naming parameters, for parameters that no step could train right:
 
-    These are FSDP1's flat parameters, parameters that autograd or the optimizer has no numbers for,
-    parameters without a layout or of another shape than theirs, or laid out for another number of
-    tensor-parallel ranks, names and memory that two parameters share, and experts of ranks of their
-    own, of which the optimizer was not told.
+    - FSDP1's flat parameters;
+    - complex ones, and those made in inference mode;
+    - those without a layout, of another shape than their layout says, or laid out for another
+      number of tensor-parallel ranks than `tp`;
+    - those that share their name or their memory with another one;
+    - experts on ranks of their own, if `experts` does not name these.
     """
     trained = list(trained_parameters(model_parts))
     _require_no_flat_parameters(trained)
@@ -75,7 +77,8 @@ def _require_no_flat_parameters(trained: Iterable[NamedParameter]) -> None:
     """Raise UserError for a parameter of FSDP1, which holds tensors without names and shapes."""
     for path, parameter in trained:
         # the flat parameter itself, and with use_orig_params the parameters that are views of it
-        if any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened")):
+        marks = ("_is_flat_param", "_fsdp_flattened")  # attributes that FSDP1 sets
+        if any(getattr(parameter, mark, False) for mark in marks):
             raise UserError.of("optimizer.fsdp1", path=path)
 
 
@@ -198,15 +201,16 @@ def _memory_span(path: str, tensor: Tensor, trained: bool) -> Iterator[_MemorySp
 def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
     """Raise UserError unless each trained parameter has a memory that no other tensor of the model
     shares."""
-    # the span that reaches furthest so far, of trained and of other tensors of each device
+    # by device, and by whether it is trained: the span so far that ends last
     furthest: dict[tuple[str, bool], _MemorySpan] = {}
-    # in the order of addresses a span can overlap only those that reach beyond its start
+    # in the order of addresses a span can overlap only those that end beyond its start
     spans = sorted(_memory_spans(model_parts), key=lambda span: (span.device, span.start))
     for span in spans:
         for trained in (True, False):
             before = furthest.get((span.device, trained))
-            is_moved = span.trained or trained  # else they stay together
-            if is_moved and before is not None and span.start < before.stop:
+            # two tensors that are not trained stay where they are, and may share memory
+            is_one_trained = span.trained or trained
+            if is_one_trained and before is not None and span.start < before.stop:
                 raise UserError(_sharing(before, span))
         kind = (span.device, span.trained)
         furthest[kind] = max(furthest.get(kind, span), span, key=attrgetter("stop"))
@@ -310,6 +314,7 @@ def _ids_of_trained(model_parts: Sequence[nn.Module]) -> set[int]:
 
 
 def _format_names(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many others there are."""
     others = len(names) - 1
     if not others:
         return names[0]

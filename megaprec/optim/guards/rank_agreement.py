@@ -29,10 +29,11 @@ _NUM_SLOTS = 2**16  # for digests of names: a sum of 256 KiB, in which chance hi
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts of a rank that are compared.
+    """Facts that are compared between ranks.
 
+    stage: the pipeline rank; parameters are compared within a stage only.
     settings: by name, as text.
-    parameters: names and shapes.
+    parameters: "name shape" of each logical tensor, in order.
     """
 
     stage: int
@@ -112,12 +113,14 @@ def _slot_of(name: str) -> int:
 def _differ(local_facts: _Facts, ranks: Ranks) -> bool:
     """Return True on all ranks if two differ in their settings, or two of a stage in their
     parameters. Collective over the world."""
-    absent = torch.iinfo(torch.int64).min  # below every digest: of a stage of other ranks
-    # of the settings, and of the parameters of each stage
+    # what this rank gives for stages of other ranks; below every digest
+    absent = torch.iinfo(torch.int64).min
+    # one digest of the settings, and one of the parameters of each stage
     digests = torch.full((1 + ranks.pp.size,), absent, device=ranks.device)
     digests[0] = _digest(local_facts.settings)
     digests[1 + local_facts.stage] = _digest(local_facts.parameters)
-    # the smallest is the inverse of the largest inverse
+    # Digests are equal if the largest is the smallest. ~ turns the order of integers around, so
+    # the smallest comes from a maximum, in which `absent` must stay the lowest.
     inverse = torch.where(digests == absent, digests, ~digests)
     largest = ranks.world.max_(digests)
     smallest = ~ranks.world.max_(inverse)
@@ -200,9 +203,9 @@ def _differences(all_facts: Sequence[_Facts]) -> list[Problem]:
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
     """Return the first entries in which two different lists differ; "none" past the end of one."""
-    for pair in zip_longest(first, second, fillvalue="none"):
-        if pair[0] != pair[1]:
-            return pair
+    for entry, other_entry in zip_longest(first, second, fillvalue="none"):
+        if entry != other_entry:
+            return entry, other_entry
     raise AssertionError("the lists are equal")
 
 
@@ -238,8 +241,8 @@ def require_same_weights(
 def _replicated_parameters(
     model_parts: Sequence[nn.Module], only_uncut: bool
 ) -> list[nn.Parameter]:
-    """Return the parameters that dp ranks have alike, trained and frozen ones. only_uncut: without
-    those that are cut over tp."""
+    """Return the parameters that all dp ranks have alike, trained and frozen ones: all but experts
+    and DTensors. only_uncut: without those that are cut over tp."""
     # a tied parameter may be in several parts
     every = dict.fromkeys(chain.from_iterable(part.parameters() for part in model_parts))
     replicated: list[nn.Parameter] = []
@@ -259,7 +262,7 @@ def _first_differing(parameters: Sequence[nn.Parameter], axis: Axis, device: tor
     # of bits, not of values: NaNs are compared too, and a sum of them is no NaN
     sums = torch.stack([_sum_of_bits(parameter).to(device) for parameter in parameters])
     largest = axis.max_(sums.clone())
-    # the smallest is the inverse of the largest inverse
+    # ~ turns the order of integers around: the smallest comes from a maximum
     smallest = ~axis.max_(~sums)
     differences = (largest != smallest).tolist()
     for parameter, is_different in zip(parameters, differences, strict=True):

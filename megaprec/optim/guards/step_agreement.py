@@ -40,17 +40,18 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     """Raise UserError on every rank if the ranks of a tensor-parallel group have given different
     losses.
 
-    Rounding is allowed for, and losses that are not finite are not compared. Only the first rank of
-    a group may have one, the others None or 0. Collective over the world.
+    Each rank compares its loss with that of the first rank, within rounding. A rank other than the
+    first may give None or 0, which is not compared, nor is a loss that is not finite. But if the
+    first rank gives none, no other may give one. Collective over the world.
     """
     if tp.size == 1:
         return
     local_loss = _total(loss, device)
     is_absent = loss is None or bool(tp.rank > 0 and local_loss == 0)
     compared = torch.full_like(local_loss, nan) if is_absent else local_loss
-    # the loss of the first rank on all of them: -inf is below every loss of the others
-    is_first = tp.rank == 0 and loss is not None
-    shown_loss = local_loss.clone() if is_first else torch.full_like(local_loss, -inf)
+    # the maximum is the first rank's loss: all others give -inf
+    has_first_loss = tp.rank == 0 and loss is not None
+    shown_loss = local_loss.clone() if has_first_loss else torch.full_like(local_loss, -inf)
     first_loss = tp.max_(shown_loss)
     tolerance = _RELATIVE_TOLERANCE
     if loss is not None and loss.is_floating_point():
@@ -58,10 +59,11 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     difference = (compared - first_loss).abs()
     allowed = (tolerance * first_loss.abs()).clamp(min=_ABSOLUTE_TOLERANCE)
     differs = difference > allowed
-    # a loss on another rank than the first would not be counted
+    # the first rank has none: a loss on another rank would not be counted
     lacks_first = first_loss.isneginf()
     differs |= lacks_first
-    differs &= compared.isfinite() & (first_loss.isfinite() | lacks_first)
+    is_comparable = first_loss.isfinite() | lacks_first
+    differs &= compared.isfinite() & is_comparable
     if world.max_(differs.double()):
         raise UserError.of("optimizer.losses_differ_over_tensor_ranks")
 
@@ -129,7 +131,7 @@ def require_same_replicated_grads(
     if tp.size == 1:
         return
     pieces = list(_replicated_pieces(buffers, tp))
-    # a sum and a sum of squares of each
+    # of each piece: the sum, and the sum of squares
     sums = torch.zeros(len(pieces), 2, dtype=torch.float64, device=device)
     for number, (buffer, owned) in enumerate(pieces):
         gradients = buffer.local_grads[owned.in_shard]
@@ -139,9 +141,10 @@ def require_same_replicated_grads(
         index = bisect_right(buffer.starts, owned.piece.start) - 1
         if not received_gradient(buffer.parameters[index]):
             sums[number] = nan  # no number, so that it is not compared
+    # over the ranks of tp
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)
-    difference = largest[:, 0] - smallest[:, 0]
+    difference = largest[:, 0] - smallest[:, 0]  # of the sums
     norms = largest[:, 1].sqrt()
     are_finite = largest.isfinite().all(1) & smallest.isfinite().all(1)
     differs = (difference > _MAX_DIFFERENCE * norms) & are_finite

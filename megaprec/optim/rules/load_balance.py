@@ -1,9 +1,10 @@
-"""The update of parameters that balance loads, such as the bias by which a router's choice of
-experts is corrected.
+"""The update of parameters that balance loads: the bias by which a router's choice of experts is
+corrected.
 
-Such a parameter has no loss. The sum of its "gradients" over micro-batches and dp are the counts of
-a step: how many tokens each expert was given. The update moves every element by one speed, up if
-its count is below the mean of its layer, down if above, and not at all if equal:
+No loss has a gradient for such a parameter. What is summed over micro-batches and dp in the place
+of one are the counts of a step: how many tokens each expert was given. The update moves every
+element by the same amount, the speed, up if its count is below the mean of its layer, down if
+above, and not at all if equal:
 
     new = old + speed * sign(mean of the counts - count)
 
@@ -32,10 +33,10 @@ class LoadBalance:
         self._tiles = [list(_tiles(buffer)) for buffer in self.buffers]
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
-        """Update all parameters, or change nothing if the step's `skip` is 1. done: called with
-        each updated buffer.
+        """Update all parameters, or change nothing if the step's `skip` is 1.
 
-        step_of: as for `MatrixUpdates`; neither learning rate nor weight decay applies here.
+        step_of: returns the numbers of the step; neither learning rate nor weight decay applies.
+        done: called with each updated buffer.
         """
         step = step_of(NO_FACTORS)
         for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
@@ -49,8 +50,9 @@ class LoadBalance:
 
 
 def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
-    """Yield a tile for each parameter of a buffer, with its speed. Such a buffer is not sharded."""
+    """Yield a tile for each parameter of a buffer, with its speed."""
     for parameter, start in zip(buffer.parameters, buffer.starts, strict=True):
+        # whole in one tile, whose mean is that of the layer: such a buffer is not sharded
         (tile,) = buffer.tiles(start, start + parameter.numel(), parameter.numel())
         yield tile, layout_of(parameter).balancing or 0.0
 
@@ -58,6 +60,6 @@ def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
 def corrections(counts: Tensor) -> Tensor:
     """Return 1 where a count is below the mean, -1 where above, 0 where equal. counts: whole
     numbers, [n]."""
-    # multiplied by their number, because a mean would be rounded
+    # mean - count, multiplied by the number of counts: a mean would be rounded
     wide = counts.double()
     return (wide.sum() - wide * len(wide)).sign()

@@ -112,11 +112,12 @@ TAILS: Mapping[Tail, Callable[[float], float]] = {
 
 
 def _stable_then_decay(schedule: LRSchedule, completed: int) -> float:
-    """Return the height of "wsd": the peak, and a decay in the last steps."""
-    into_tail = completed - (schedule.total - schedule.decay)
-    if into_tail <= 0:
+    """Return the height of "wsd": 1, the peak, and in the last `decay` steps that of the tail."""
+    completed_of_decay = completed - (schedule.total - schedule.decay)
+    if completed_of_decay <= 0:
         return 1.0
-    return TAILS[schedule.tail](into_tail / schedule.decay)
+    height_of_tail = TAILS[schedule.tail]
+    return height_of_tail(completed_of_decay / schedule.decay)
 
 
 class LRKind(NamedTuple):
@@ -126,7 +127,7 @@ class LRKind(NamedTuple):
         and the number of completed steps.
     ends: whether the rate falls to `final`, so that it depends on the length of the schedule.
     keys: the keys of [lr] that it has besides those of its ends.
-    said: what its name does not say.
+    said: a few words for users beside its name; "" if the name says all.
     """
 
     height: Callable[[LRSchedule, int], float]
@@ -144,8 +145,9 @@ SCHEDULES: Mapping[Kind, LRKind] = {
 
 
 def schedules_in_words() -> str:
-    """Return the names of all schedules, each with what it does not say itself."""
-    *most, last = (
-        f"{name} ({kind.said})" if kind.said else name for name, kind in SCHEDULES.items()
-    )
+    """Return a list of all schedules for users, as "a, b (in other words), or c"."""
+    described: list[str] = []
+    for name, kind in SCHEDULES.items():
+        described.append(f"{name} ({kind.said})" if kind.said else name)
+    *most, last = described
     return f"{', '.join(most)}, or {last}"

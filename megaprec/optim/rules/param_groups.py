@@ -91,11 +91,11 @@ def factors(part: Part, groups: Sequence[Group], rule: UpdateRule | None = None)
     """Return the factors of learning rate and weight decay for a logical tensor: those of its
     group, times those of muP. rule: the update rule, AdamW unless given."""
     of_group = _group_factors(part, groups)
-    if part.growth == AS_BASE:
+    if part.growth == AS_BASE:  # as wide as in muP's base model, or no muP
         return of_group
-    lr = width_rate(part, rule or AdamW())
+    width_factor = width_rate(part, rule or AdamW())
     # A step shrinks a weight by rate times decay, which is then the same at all widths.
-    return Factors(of_group.lr * lr, of_group.weight_decay / lr)
+    return Factors(of_group.lr * width_factor, of_group.weight_decay / width_factor)
 
 
 def _group_factors(part: Part, groups: Sequence[Group]) -> Factors:
@@ -105,15 +105,17 @@ def _group_factors(part: Part, groups: Sequence[Group]) -> Factors:
         if fnmatchcase(part.name, group.pattern):
             lr = 1.0 if group.lr is None else group.lr
             decay = 1.0 if group.weight_decay is None else group.weight_decay
-            return Factors(lr, 0.0 if is_vector and not group.all_dims else decay)
+            if is_vector and not group.all_dims:
+                decay = 0.0
+            return Factors(lr, decay)
     return Factors(1.0, 0.0 if is_vector else 1.0)
 
 
 def in_order_of_factors(
     parameters: Sequence[nn.Parameter], groups: Sequence[Group], rule: UpdateRule | None = None
 ) -> list[nn.Parameter]:
-    """Return the parameters, those with equal factors side by side, so that a buffer has few
-    slices."""
+    """Return the parameters, those with equal factors side by side, so that `factor_spans` cuts a
+    buffer of them into few spans."""
     by_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         parts = layout_of(parameter).parts
@@ -129,17 +131,21 @@ def factor_spans(
 
     Padding belongs to the slice before it, because it holds only zeros.
     """
-    # spans of equal factors in the whole buffer: the first element, and the factors
-    spans: list[tuple[int, Factors]] = []
+    # the spans of equal factors in the whole buffer, in order
+    span_starts: list[int] = []
+    factors_of_spans: list[Factors] = []
     for piece in buffer.pieces:
         if piece.start == piece.stop:
             continue
         piece_factors = factors(piece.part, groups, rule)
-        if not spans or spans[-1][1] != piece_factors:
-            spans.append((piece.start, piece_factors))
-    span_stops = [start for start, _ in spans[1:]] + [buffer.size]
-    # strict=False: a buffer may hold only padding
-    for (span_start, span_factors), span_stop in zip(spans, span_stops, strict=False):
+        if not factors_of_spans or factors_of_spans[-1] != piece_factors:
+            span_starts.append(piece.start)
+            factors_of_spans.append(piece_factors)
+    span_stops = [*span_starts[1:], buffer.size]
+    # strict=False: a buffer that holds only padding has no span
+    spans = zip(span_starts, span_stops, factors_of_spans, strict=False)
+    for span_start, span_stop, span_factors in spans:
+        # what of the span lies in this rank's slice
         start = max(span_start, buffer.start)
         stop = min(span_stop, buffer.stop)
         if start < stop:
@@ -206,6 +212,7 @@ def param_groups(
     made: dict[Factors, ParamGroup] = {}
 
     def group_with(group_factors: Factors) -> ParamGroup:
+        """Return the group of these factors, made when it is first asked for."""
         if group_factors not in made:
             decay = weight_decay * group_factors.weight_decay
             group = ParamGroup(params=[], weight_decay=decay)
@@ -217,10 +224,11 @@ def param_groups(
 
     group_with(NO_FACTORS)  # the first, whose rate is that of the step
     for parameter in parameters:
-        part_groups: list[ParamGroup] = []
+        # a group for the factors of each logical tensor; the parameter is listed in the first
+        groups_of_parts: list[ParamGroup] = []
         for part in layout_of(parameter).parts:
-            part_groups.append(group_with(factors(part, groups, rule)))
-        part_groups[0]["params"].append(parameter)
+            groups_of_parts.append(group_with(factors(part, groups, rule)))
+        groups_of_parts[0]["params"].append(parameter)
     for group in made.values():
         group.members = tuple(group["params"])
     return made
@@ -310,10 +318,10 @@ def _changed_options(group: ParamGroup) -> dict[str, Any]:
 
 
 def describe_settings(groups: Groups, rates: Mapping[Factors, Rates], clip: float) -> list[str]:
-    """Return the rates of each group of a step, and the largest norm, as lines of text that all
-    ranks of a stage share.
+    """Return, as lines of text, what must be equal on all ranks of a stage in one step: rates and
+    changed options of each group, and the largest norm.
 
-    Raises UserError for a largest norm that a loop has set to none.
+    Raises UserError if a loop has set the largest norm to what is no norm.
     """
     require_clip(clip)
     lines: list[str] = []

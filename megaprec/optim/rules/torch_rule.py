@@ -14,20 +14,23 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.optim.rules.update_rules import Step
 
-# of the trial, whose results depend on none of them
+# settings of the trial: any others would show the same
 _LEARNING_RATE = 1e-2
 _WEIGHT_DECAY = 0.1
 _NUM_WEIGHTS = 12
-_CUT_LENGTHS = [5, 7]  # odd lengths, which vectorized functions treat in two ways
+# odd: vectorized functions compute the elements beyond whole vectors with other instructions
+_CUT_LENGTHS = [5, 7]
 
 
 class _Trial(NamedTuple):
-    """The results of steps on a few numbers.
+    """Results of a few steps of the optimizer class for a few numbers.
 
-    full: weights that were updated together; parts: the same, updated in two slices.
-    padding: weights of 0 with gradients of 0.
-    state: what the optimizer keeps of `full`.
-    idle_state: what it keeps of `padding`, stepped with other learning rate and weight decay.
+    full: weights that were updated as one tensor.
+    parts: the same weights with the same gradients, updated as two tensors.
+    padding: weights that were 0, with gradients of 0.
+    state: what the optimizer keeps of `full`, by name.
+    idle_state: what it keeps of `padding`, which was stepped with another learning rate and weight
+        decay.
     """
 
     full: Tensor
@@ -40,11 +43,13 @@ class _Trial(NamedTuple):
 class TorchRule:
     """Any elementwise optimizer class of torch, applied to slices with its state.
 
-    Its moments, and the property of being elementwise, are determined by a trial on a few numbers,
-    whole and cut. Raises UserError if it is not elementwise, or if it changes zero weights with
-    zero gradients: padding must stay zero. The further numbers that it keeps, `scalar_names`, must
-    not depend on learning rate and weight decay, because they are the same for all groups. It waits
-    for the device once a step.
+    names: of its moments, the tensors of a parameter's shape that it keeps.
+    scalar_names: of the further numbers that it keeps, such as a step count. They must not depend
+        on learning rate and weight decay, because they are the same for all groups.
+
+    A trial on a few numbers, whole and cut, tells both. Raises UserError if the class is not
+    elementwise, or if it changes zero weights with zero gradients: padding must stay zero. The host
+    waits for the device once a step.
     """
 
     def __init__(
@@ -54,14 +59,14 @@ class TorchRule:
     ) -> None:
         self.kind = kind
         self.options = dict(options or {})
-        # what a step gives, and what the optimizer has already
+        # each step has its own rates, and the optimizer its parameters
         step_options = {"lr", "weight_decay", "params"} & self.options.keys()
         if step_options:
             raise UserError.of(
                 "optimizer.torch_rule_step_option", title=self._title, option=min(step_options)
             )
         self._has_decay = "weight_decay" in inspect.signature(kind).parameters
-        # values from before this step; empty before the first step
+        # as the last applied step left them; empty before the first
         self._scalars: dict[str, Tensor] = {}
         self.names, self.scalar_names = self._probe()
 
@@ -73,6 +78,8 @@ class TorchRule:
         self._scalars = {name: torch.tensor(value) for name, value in scalars.items()}
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`: by a step of the class on this slice alone. The scalars stay as
+        they are; `advance` changes them after all slices."""
         if bool(step.skip):
             return
         grads = step.divided(grads)
@@ -83,19 +90,23 @@ class TorchRule:
                 values.copy_(after[name])
 
     def advance(self, skip: Tensor) -> None:
-        """Advance the scalars after all elements of a step, once, also on a rank that has no
-        elements."""
+        """Advance the scalars by one step, after all elements were updated, by a step of the class
+        on one element: also on a rank that holds no elements."""
         if bool(skip):
             return
-        # one element of zeros, because the scalars depend on no element
+        # zeros, because the scalars depend on no element
         weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
         before = self._state_before(state, is_first=not self._scalars)
         after = self._step_once(weights, grads, before, 1.0, 0.0)
         self._scalars = {name: after[name] for name in after if name not in self.names}
 
     def _state_before(self, state: Sequence[Tensor], is_first: bool) -> dict[str, Tensor] | None:
-        """Return all state from before this step; the scalars are copies, because other slices need
-        them too."""
+        """Return the state of a slice as it is before this step, by name: `state`, its moments in
+        the order of `names`, and copies of the scalars, which other slices need too. None before
+        the first step.
+
+        Raises UserError if the loaded scalars are not those of the class.
+        """
         if is_first:
             return None
         if self._scalars.keys() != self.scalar_names:
@@ -115,8 +126,10 @@ class TorchRule:
         lr: float,
         weight_decay: float,
     ) -> dict[str, Tensor]:
-        """Step `weights` in place and return the state that the optimizer keeps. Without `state`:
-        its first step."""
+        """Step `weights` [n] in place, and return by name what the optimizer then keeps of them.
+
+        state: what it kept of them before; None for the first step.
+        """
         # A new optimizer for each slice, with the state of the slice: torch's would find the state
         # by parameter, and here a parameter is in several slices.
         weights.grad = grads
@@ -175,14 +188,15 @@ class TorchRule:
         return tuple(moments), scalars
 
     def _try(self) -> _Trial:
-        """Take three steps with gradients of different sizes."""
+        """Take three steps with gradients of different sizes, each on four tensors: the weights,
+        their two slices, and padding."""
         generator = torch.Generator().manual_seed(0)
         full = torch.randn(_NUM_WEIGHTS, dtype=torch.float64, generator=generator)
         parts = [part.clone() for part in full.split(_CUT_LENGTHS)]
         padding = torch.zeros(3, dtype=torch.float64)
         tensors = [full, *parts, padding]
         states: list[dict[str, Tensor] | None] = [None] * len(tensors)
-        # the second and the third step have state; a rule may treat a gradient by its size
+        # three: the first step has no state. Three sizes: a class may clip large gradients.
         for scale in (1.0, 1e-3, 1e3):
             grads = torch.randn(_NUM_WEIGHTS, dtype=torch.float64, generator=generator) * scale
             part_grads = [part.clone() for part in grads.split(_CUT_LENGTHS)]
@@ -194,6 +208,7 @@ class TorchRule:
                     lr=_LEARNING_RATE,
                     weight_decay=_WEIGHT_DECAY,
                 )
+            # with other rates, on which the scalars must not depend
             states[-1] = self._step_once(
                 padding,
                 torch.zeros_like(padding),
@@ -201,7 +216,9 @@ class TorchRule:
                 lr=1.0,
                 weight_decay=0.0,
             )
-        return _Trial(full, parts, padding, states[0] or {}, states[-1] or {})
+        state_of_full = states[0] or {}
+        state_of_padding = states[-1] or {}
+        return _Trial(full, parts, padding, state_of_full, state_of_padding)
 
     @property
     def _title(self) -> str:

@@ -77,17 +77,19 @@ class Step:
         return self._divide_further_(grads / self.kernel_divisor)
 
     def divide_before_kernel_(self, grads: Tensor) -> None:
-        """Divide FP32 gradients in place by what a fused kernel's divisor leaves out, unless the
-        step is skipped: they are then searched for what was not finite.
+        """Divide FP32 gradients in place by `further_divisor`, which a fused kernel does not divide
+        by.
 
-        Not on a GPU, where it would read and write all gradients in each step, because the host
-        does not know the divisor: no clipped gradient is above 1 there, which may be too much.
+        A skipped step keeps them as they are: they are then searched for what was not finite. So
+        does a GPU. Its host does not know the divisor, and this would read and write all gradients
+        in every step. A gradient that needs a divisor beyond FP32 is then clipped too little, but
+        to no more than 1.
         """
         if grads.device.type == "cpu" and self._further_on_host > 1 and self.skip == 0:
             grads.div_(self.further_divisor)
 
     def _divide_further_(self, grads: Tensor) -> Tensor:
-        # the host of a CPU has the number, and saves a pass
+        # on a CPU the host can look at the divisor, and saves a pass over the gradients
         if grads.device.type == "cpu" and self._further_on_host == 1:
             return grads
         return grads.div_(self.further_divisor)
@@ -156,16 +158,19 @@ class AdamW(Stateless, NamedArguments):
         return ("exp_avg", "exp_avg_sq")
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`. state: the averages of gradients and of their squares."""
+        average, average_of_squares = state
+        beta1, beta2 = self.betas
         fused_adamw_(
             [weights],
             [grads],
-            [state[0]],
-            [state[1]],
+            [average],
+            [average_of_squares],
             [],  # the largest second moments, which amsgrad alone has
             [step.steps],
             lr=step.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            beta1=beta1,
+            beta2=beta2,
             weight_decay=step.weight_decay,
             eps=self.eps,
             amsgrad=False,
@@ -196,6 +201,7 @@ class SGD(Stateless, NamedArguments):
         return ("momentum_buffer",) if self.momentum else ()
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`. state: the momentum; nothing without one."""
         fused_sgd_(
             [weights],
             [grads],
@@ -234,17 +240,18 @@ class Lion(Stateless, NamedArguments):
         return ("exp_avg",)
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        """As `UpdateRule.update_`. state: the momentum."""
         (momentum,) = state
-        of_step, of_momentum = self.betas
-        applied = step.skip == 0
+        beta_of_step, beta_of_momentum = self.betas
+        is_applied = step.skip == 0
         # torch.where also keeps what is not finite in a skipped step out of the momentum
-        divided = torch.where(applied, step.divided(grads), 0.0)
-        direction = torch.lerp(divided, momentum, of_step).sign_()
-        moved = weights * (1 - step.lr * step.weight_decay)
-        moved.sub_(direction, alpha=step.lr)
-        weights.copy_(torch.where(applied, moved, weights))
-        followed = torch.lerp(divided, momentum, of_momentum)
-        momentum.copy_(torch.where(applied, followed, momentum))
+        gradients = torch.where(is_applied, step.divided(grads), 0.0)
+        direction = torch.lerp(gradients, momentum, beta_of_step).sign_()
+        new_weights = weights * (1 - step.lr * step.weight_decay)
+        new_weights.sub_(direction, alpha=step.lr)
+        weights.copy_(torch.where(is_applied, new_weights, weights))
+        new_momentum = torch.lerp(gradients, momentum, beta_of_momentum)
+        momentum.copy_(torch.where(is_applied, new_momentum, momentum))
 
 
 def _require_betas(betas: tuple[float, float]) -> None:

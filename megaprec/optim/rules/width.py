@@ -90,7 +90,8 @@ def require_width_factors(rule: UpdateRule, part: Part) -> None:
     AdamW nor Muon, or if Muon would orthogonalize an embedding, or heads by themselves."""
     if not isinstance(rule, AdamW | Muon):
         raise UserError.of("optimizer.mup_rule", rule=type(rule).__name__)
-    # a head's own rows grow, or the number of heads does, and the growth of all rows is known alone
+    # The factor needs the growth of one head's rows. The layout has that of all rows together,
+    # which may come from larger heads or from more heads.
     if isinstance(rule, Muon) and rule.per_head:
         raise UserError.of("optimizer.mup_muon_per_head")
     is_embedding = len(part.shape) == 2 and part.growth.inputs == 1

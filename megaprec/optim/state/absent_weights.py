@@ -82,6 +82,8 @@ class AbsentParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Call `func`, one of torch's functions or attributes, if it reads no values. Raises
+        UserError for any other."""
         if _name_of(func) not in _ABOUT_A_TENSOR:
             raise UserError.of("optimizer.weight_without_memory", name=_logical_name(args))
         with without_torch_function():
@@ -97,7 +99,8 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _logical_name(arguments: Iterable[Any]) -> str:
-    """Return the name of the first absent parameter among arguments, which may be lists of them."""
+    """Return the logical name of the first absent parameter among arguments of one of torch's
+    functions, or of those in the first list among them."""
     for argument in arguments:
         if isinstance(argument, AbsentParameter) and has_layout(argument):
             return layout_of(argument).parts[0].name

@@ -7,7 +7,8 @@ both: a shard under ZeRO-1, the whole otherwise. Reducing gradients and gatherin
 one collective on one tensor, and the statistics and the update read memory once, in order.
 
     weights    [size]   as the plan holds them   the weights that layers read; under ZeRO-3
-                                                 (`weight_buffer`) they have memory only meanwhile
+                                                 (`weight_buffer`) they have memory only while
+                                                 layers read them
     own_weights  [local]  as the plan holds them  those that the update writes: a slice of
                                                  `weights`, or under ZeRO-3 a tensor of its own
     grads      [size]   plan.gradients           accumulated over micro-batches
@@ -361,12 +362,14 @@ class Buffer:
             fp8_param = fp8_param_of(parameter)
             assert fp8_param is not None
             fp8_param.inverse = fp8_param.inverse.to(self.weights.device)
-            # of the elements that this rank owns
+            # where the elements that this rank owns lie in the buffer
             shard_start = max(start, self.start)
             shard_stop = max(shard_start, min(start + parameter.numel(), self.stop))
-            masters = self.masters[shard_start - self.start : shard_stop - self.start]
-            codes = self.own_weights[shard_start - self.start : shard_stop - self.start]
-            yield FP8ParamShard(fp8_param, codes, masters, shard_start - start)
+            # and in what the rank keeps of the buffer
+            own = slice(shard_start - self.start, shard_stop - self.start)
+            yield FP8ParamShard(
+                fp8_param, self.own_weights[own], self.masters[own], shard_start - start
+            )
 
     def _move_in(self, number: int) -> None:
         """Make parameter `number` a view of `weights`, and its values this rank's masters."""
@@ -559,16 +562,19 @@ class Buffer:
         return self._ranges(sorted(elsewhere))
 
     def _ranges(self, spans: Iterable[Range]) -> list[Range]:
-        """Return the intersection of the spans with this rank's slice, as positions in it;
-        neighbours are joined."""
+        """Return what of the spans of the buffer, in order, lies in this rank's slice, as positions
+        in the slice. A span that begins where the last one ends is joined to it."""
         ranges: list[Range] = []
         for span_start, span_stop in spans:
             start = max(span_start, self.start) - self.start
             stop = min(span_stop, self.stop) - self.start
             if start >= stop:
                 continue
-            if ranges and ranges[-1][1] == start:
-                start, _ = ranges.pop()
+            if ranges:
+                last_start, last_stop = ranges[-1]
+                if last_stop == start:
+                    ranges.pop()
+                    start = last_start
             ranges.append((start, stop))
         return ranges
 
@@ -582,8 +588,9 @@ class Buffer:
         Under ZeRO-2 the wait adds the sum to `local_grads`, and `grads` is given up. Further
         gradients of the step are reduced by another call.
         """
-        # With fewer shards than dp ranks a shard is longer than a rank's part of a reduce-scatter.
-        is_sharded = self.shards.size == self.dp.size
+        # A reduce-scatter leaves each dp rank the sum of 1 / dp of the buffer. With fewer shards
+        # this rank's slice is longer, and needs an all-reduce.
+        only_local = self.shards.size == self.dp.size
         sent = self.grads
         if self.reduction.average and not self.holds_loads:
             sent.div_(self.dp.size)
@@ -592,7 +599,7 @@ class Buffer:
         if is_copied:
             sent = sent.to(self.reduce_dtype)
         self._gradients.release_for_reduction()
-        wait = self.reduction.start_sum(self.dp, sent, is_sharded)
+        wait = self.reduction.start_sum(self.dp, sent, only_local)
 
         def finish() -> None:
             wait()
@@ -702,13 +709,13 @@ class Buffer:
         return [num_writes(parameter) for parameter in self.parameters]
 
     def adopt_weights(self, everything: bool, applied: Tensor) -> None:
-        """Make masters of weights that someone else has written to, if the weights are rounded from
+        """Take weights that someone else has written to as masters, if the weights are rounded from
         masters.
 
-        A weight that is its master, rounded as in step number `applied`, keeps it: values that were
-        exchanged and put back bit for bit lose nothing.
-        everything: compare all weights, because what was written through `data` has left no
-            version; else only after a version has changed, and before the first update.
+        A weight that is still its master, rounded as after step number `applied`, keeps that
+        master: values that were exchanged and put back bit for bit lose nothing.
+        everything: compare all weights, because a write through `data` leaves no version; else
+            only after a version has changed, and before the first update.
         """
         if not self._is_rounded:
             return

@@ -32,9 +32,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass(frozen=True)
 class FrozenSlice:
-    """A slice of a logical tensor that is not trained.
+    """A rank's slice of a logical tensor that is not trained.
 
-    values: a flat view of it, without padding.
+    values: its elements, a flat view without padding.
     saved: True if this rank's copy is the one that checkpoints hold.
     """
 
@@ -126,6 +126,8 @@ class FrozenState:
         return original is buffer and version == num_writes(buffer)
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter that is not trained once, with its path in the first part that has
+        it."""
         seen = set[nn.Parameter]()  # a tied parameter may be in several parts
         for model_part in self._model_parts:
             for name, parameter in model_part.named_parameters():
@@ -134,6 +136,7 @@ class FrozenState:
                     yield name, parameter
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Yield torch's persistent buffers: the module that has it, its path, and the buffer."""
         for model_part in self._model_parts:
             for path, module in model_part.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):

@@ -22,18 +22,21 @@ _MAX_PROBLEMS = 5  # lines of an error; a state of another model differs in ever
 
 
 class _Counted(NamedTuple):
-    """Elements of a logical tensor that this rank alone counts. values: this rank's slice."""
+    """Elements of a logical tensor that this rank alone counts.
+
+    values: this rank's slice [local] of the buffer in which they lie.
+    """
 
     owned: OwnedPiece
     values: Tensor
 
     def add_to(self, full: Tensor) -> None:
-        """Add the elements to the logical tensor."""
+        """Add the elements at their places in the logical tensor `full`."""
         piece = self.owned.piece
-        local = full.new_zeros(piece.stop - piece.start)
-        local[self.owned.in_part] = self.values[self.owned.in_shard]
+        flat_part = full.new_zeros(piece.stop - piece.start)
+        flat_part[self.owned.in_part] = self.values[self.owned.in_shard]
         target = piece.part.take(full)
-        target.add_(local.view(piece.part.local))
+        target.add_(flat_part.view(piece.part.local))
 
 
 def gather_tensors(
@@ -112,7 +115,8 @@ def _problems(tensors: dict[str, Tensor], needed: Mapping[str, Piece]) -> Iterat
 
 
 def _needed_pieces(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Piece]]:
-    """Yield a piece of each tensor that this rank loads slices of, by the tensor's name."""
+    """Yield the "kind/logical name" of each tensor that this rank loads slices of, and one of its
+    pieces."""
     for buffer in buffers:
         for kind in buffer.saved_names:
             for piece in buffer.pieces:

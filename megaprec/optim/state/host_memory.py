@@ -100,6 +100,7 @@ class CudaTransport:
     def _start(
         self, stream: torch.cuda.Stream, copy: Callable[[], object], after: Sequence[Mark]
     ) -> Mark:
+        """Start a copy on a stream when all of `after` have passed; return its end."""
         for mark in after:
             if mark is not None:
                 stream.wait_event(mark)
@@ -174,8 +175,10 @@ class HostMemory:
         num_bytes = num_elements * dtype.itemsize
         start = _aligned(self._used)
         if start + num_bytes > len(self._newest_block):
-            usual = min(max(_SMALLEST_BLOCK, 2 * len(self._newest_block)), _LARGEST_BLOCK)
-            self._newest_block = _allocate(max(usual, num_bytes), self._device)
+            # blocks grow, so that a small model pins little and a large one needs few
+            doubled = 2 * len(self._newest_block)
+            usual_bytes = min(max(_SMALLEST_BLOCK, doubled), _LARGEST_BLOCK)
+            self._newest_block = _allocate(max(usual_bytes, num_bytes), self._device)
             self._addresses.add(self._newest_block.data_ptr())
             start = 0
         self._used = start + num_bytes
@@ -195,23 +198,29 @@ class HostMemory:
         written: names of what is brought back: "masters", "remainder" and moments; None: all.
         """
         transport = self._transport
-        earlier = self._last.get(owner)
-        done = earlier
+        earlier_pass = self._last.get(owner)  # the end of the last pass over these tiles
+        last_mark = earlier_pass
         for tile in tiles:
-            held = {name: values for name, values in stored(tile) if self.holds(values)}
-            staging = self._next_staging(held.values())
-            staged = _lay_out(staging, held)
-            arrival = partial(_copy_all, staged, held)
-            transport.hold_device(transport.arrive(arrival, (staging.free, earlier)))
-            yield _with_stored(tile, staged)
-            staging.free = transport.mark()
-            leaving = [name for name in held if written is None or name in written]
-            if leaving:
-                departure = partial(_copy_all, held, {name: staged[name] for name in leaving})
-                staging.free = transport.leave(departure, (staging.free,))
-            done = staging.free
-        self._last[owner] = done
-        transport.hold_device(done)
+            on_host = {name: values for name, values in stored(tile) if self.holds(values)}
+            staging = self._next_staging(on_host.values())
+            on_device = _lay_out(staging, on_host)
+            copy_there = partial(_copy_all, on_device, on_host)
+            arrived = transport.arrive(copy_there, (staging.free, earlier_pass))
+            transport.hold_device(arrived)
+            yield _with_stored(tile, on_device)
+            updated = transport.mark()
+            staging.free = updated
+            changed = {
+                name: values
+                for name, values in on_device.items()
+                if written is None or name in written
+            }
+            if changed:
+                copy_back = partial(_copy_all, on_host, changed)
+                staging.free = transport.leave(copy_back, (updated,))
+            last_mark = staging.free
+        self._last[owner] = last_mark
+        transport.hold_device(last_mark)
 
     def wait(self) -> None:
         """Wait, on the host, until all tensors may be read and written here."""
@@ -288,5 +297,6 @@ def _with_stored(tile: Tile, staged: dict[str, Tensor]) -> Tile:
 
 
 def _copy_all(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
+    """Start to copy each source to the target of its name."""
     for name, values in sources.items():
         targets[name].copy_(values, non_blocking=True)

@@ -89,8 +89,8 @@ def _partial_grads_of(parameter: nn.Parameter) -> list[_PartialGrad]:
 
 
 def _pack(partial_grads: Sequence[_PartialGrad]) -> Tensor:
-    """Return one slot per different slice, with this rank's filled in: the sum over tp adds equal
-    slices only."""
+    """Return all partial gradients in one flat tensor: for each, a slot for every different slice
+    of its logical tensor, zero but for this rank's. The sum over tp then adds equal slices only."""
     packed: list[Tensor] = []
     for part, gradient in partial_grads:
         slots = gradient.new_zeros(part.shards, gradient.numel())

@@ -28,7 +28,10 @@ class Wide(NamedTuple):
 
 
 class DrawSpan(NamedTuple):
-    """Elements [start, stop) of a tile. part_start: the first of them in the flattened part."""
+    """Elements [start, stop) of a tile that lie in one part, a rank's slice of a logical tensor.
+
+    part_start: the position of the first of them in the flattened part.
+    """
 
     part: Part
     part_start: int
@@ -38,11 +41,11 @@ class DrawSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers for stochastic rounding: by logical position and step, so that they are equal
-    in all layouts.
+    """Random numbers for stochastic rounding of a tile. The number of an element depends on its
+    place in the logical tensor and on the step, so that it is equal in all layouts.
 
-    length: of the tile.
-    spans: of its logical elements; there are none for padding, which stays 0.
+    length: number of elements of the tile.
+    spans: the places of its elements in logical tensors; padding, which stays 0, has none.
     """
 
     seed: int
@@ -51,9 +54,13 @@ class Draw:
     device: torch.device
 
     def bits(self, name: str, applied: Tensor) -> Tensor:
-        """Return int64 [length]. name: of the rounded tensor. applied: number of applied steps."""
+        """Return a random number for each element: int64 [length], 0 for padding.
+
+        name: of what is rounded, "weight" or a moment, so that each has numbers of its own.
+        applied: number of applied steps.
+        """
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
-        # the step is above bit 40, so no element of one step has the number of another step
+        # counters of two steps never meet: no tensor has 2^40 elements
         step = applied.long() << 40
         for span in self.spans:
             part_stop = span.part_start + span.stop - span.start
@@ -67,12 +74,16 @@ class Draw:
 class Tile:
     """Views [n] of everything that is stored for the same n elements.
 
-    masters: None if the masters are the weights with their 16-bit remainder, the weights themselves
-        if the dtypes agree.
-    nearest: True if the layers' weights are rounded to nearest. Moments narrower than FP32 are
-        always rounded stochastically: rounded to nearest they would stop changing.
+    weights: those that the layers read.
+    masters: those that the update changes, of which `weights` are the rounding. They are `weights`
+        themselves if the dtypes agree, and None if they are stored as `weights` with `remainder`.
+    remainder: the lower 16 bits of FP32 masters whose upper bits are in `weights`; else None.
+    moments: each with its name.
+    nearest: True if masters are rounded to nearest. Moments narrower than FP32 are always rounded
+        stochastically: rounded to nearest they would stop changing.
 
-    Methods take the number of applied steps as `applied`, by which rounding draws (`Step.applied`).
+    Methods take the number of applied steps as `applied` (`Step.applied`): stochastic rounding
+    draws other numbers in each step.
     """
 
     weights: Tensor
@@ -125,17 +136,20 @@ class Tile:
                 stored.copy_(stochastic(values, drawn))
 
     def store_and_round_masters(self, wide: Tensor, applied: Tensor | None = None) -> None:
-        """Store the masters of `wide` after step number `applied`, and round them to the layers'
-        weights. Without `applied` weights are rounded to nearest."""
-        # masters that are the weights were updated in place
+        """Store the updated masters, and round them to the layers' weights.
+
+        wide: the masters as `wide_masters` returned them, after the update.
+        applied: the number of applied steps; None to round to nearest.
+        """
+        # the weights are the masters, and were updated in place
         if _share_memory(wide, self.weights):
             return
         if self.remainder is not None:
             split(wide, self.weights, self.remainder)
             return
         masters = self.masters
+        # masters of another dtype are narrow weights, which are written below
         is_stored_wide = masters is not None and masters.dtype == wide.dtype
-        # masters of another dtype are the weights, which are written below
         if masters is not None and is_stored_wide and not _share_memory(masters, wide):
             masters.copy_(wide)
         if self.nearest or applied is None:
@@ -144,27 +158,30 @@ class Tile:
             self.weights.copy_(self._round(wide, applied))
 
     def adopt_weights(self, is_written: bool, applied: Tensor) -> None:
-        """Make masters of weights that are not their masters, rounded as in step number `applied`.
+        """Give each element whose weight is not its rounded master the weight as its master: a loop
+        has written to that weight.
 
-        is_written: someone has written to weights. Otherwise weights that were rounded
-            stochastically are not computed again unless one of them is no neighbour of its master.
+        is_written: True if the version of some weight has changed. If not, weights that were
+            rounded stochastically are not computed again unless one of them is no neighbour of its
+            master.
+        applied: the number of the step after which the masters were rounded.
         """
         assert self.masters is not None
         can_skip = not self.nearest and not is_written
         if can_skip and _are_neighbours(self.weights, self.masters):
             return
         rounded = self._round(self.masters, applied)
-        # a GPU would have to wait for the answer
+        # On a CPU alone this saves the pass below: the host would have to wait for a GPU's answer.
         is_on_cpu = self.weights.device.type == "cpu"
         if is_on_cpu and _have_same_bits(rounded, self.weights):
             return
-        is_same = rounded == self.weights
+        is_unwritten = rounded == self.weights
         written = self.weights.to(self.masters.dtype)
-        self.masters.copy_(torch.where(is_same, self.masters, written))
+        self.masters.copy_(torch.where(is_unwritten, self.masters, written))
 
     def _round(self, wide: Tensor, applied: Tensor | None) -> Tensor:
-        """Return masters, rounded to the layers' weights. Without `applied`, and at the start, to
-        nearest."""
+        """Return masters, rounded to the dtype of the weights after step number `applied`. Without
+        `applied`, and before the first step, they are rounded to nearest."""
         if self.nearest or applied is None:
             return wide.to(self.weights.dtype)
         drawn = stochastic(wide, self.draw.bits("weight", applied))
@@ -190,8 +207,8 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def _have_same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return True if two flat 16-bit tensors have the same bits, which are compared 64 at a time
-    where that can be."""
+    """Return True if two flat 16-bit tensors have the same bits. They are compared four elements at
+    a time if both begin and end at multiples of 64 bits."""
     is_aligned = len(first) % 4 == 0 and second.storage_offset() % 4 == 0
     unit = torch.int64 if is_aligned else torch.int16
     return torch.equal(first.view(unit), second.view(unit))
@@ -200,7 +217,8 @@ def _have_same_bits(first: Tensor, second: Tensor) -> bool:
 def _are_neighbours(weights: Tensor, masters: Tensor) -> bool:
     """Return True if each bf16 weight is one of the two values between which its FP32 master
     lies."""
-    # the upper half of an FP32 number is the bf16 number next to it on the side of zero
+    # The upper half of an FP32 number is the bf16 number next to it on the side of zero. The bits
+    # of the next bf16 number away from zero are larger by 1.
     upper_halves = masters.view(torch.int32) >> 16
     distance = weights.view(torch.int16) - upper_halves.to(torch.int16)
     is_neighbour = (distance == 0) | (distance == 1)

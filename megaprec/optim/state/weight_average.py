@@ -151,8 +151,8 @@ def own_bytes(buffer: Buffer) -> int:
 
 
 def _put_in(buffer: Buffer) -> _OwnWeights:
-    """Round the average of a buffer to this rank's slice of its weights, and return what was
-    there. Of FP8 weights the masters change alone."""
+    """Write the average of a buffer, rounded, to this rank's slice of its weights, and return what
+    was there. Of FP8 weights, whose codes are computed later, it is written to the masters."""
     assert buffer.ema is not None
     weights = buffer.own_weights
     own_codes_or_weights = weights.clone()

@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class MatrixSlice(NamedTuple):
-    """The identity of a slice among the slices of all matrices; fields as in `HeldSpan`."""
+    """A slice of a matrix: the fields of `HeldSpan` that say which."""
 
     matrix: int
     dim: int
@@ -91,10 +91,12 @@ class MatrixExchange:
     slices.
 
     shapes: of all matrices of the stage, by name, the same on every rank.
-    costs: of computing each, in any unit.
-    held_spans: what this rank holds.
-    num_buffers: each has an exchange in a step.
+    costs: of computing each matrix, in any unit.
+    held_spans: the elements that this rank holds.
+    num_buffers: number of buffers; each has an exchange of its own in a step.
     dtype: of the exchanged elements.
+
+    owners: for each matrix, by its number, the rank of `stage` that orthogonalizes it.
     owned: numbers of the matrices that this rank owns.
     Collective over `stage`. Raises RuntimeError on every rank if ranks have different matrices, or
     if elements of a matrix are sent by no rank or by several.
@@ -121,8 +123,8 @@ class MatrixExchange:
         fingerprint = crc32(common_text.encode())
         spans_by_rank = _gather_spans(held_spans, fingerprint, stage, device)
         _require_complete(shapes, spans_by_rank)
-        # Known once, so that a step exchanges elements only. [buffer][rank]: what a rank sends and
-        # receives in an exchange.
+        # self._spans[buffer][rank]: the elements that a rank of the stage holds in a buffer. All
+        # ranks know all of them from the start, so that a step exchanges elements only.
         self._spans: list[list[list[HeldSpan]]] = []
         for buffer in range(num_buffers):
             in_buffer: list[list[HeldSpan]] = []
@@ -135,23 +137,25 @@ class MatrixExchange:
         buffer: int,
         values: Sequence[Tensor],
     ) -> Callable[[], list[ReceivedElements]]:
-        """Start to send the owners the elements in a buffer. values: flat, of all that this rank
-        holds in it.
+        """Start to send the elements in a buffer to the owners of their matrices.
+
+        values: flat elements, for each of this rank's `HeldSpan`s in the buffer.
 
         The returned function waits; it returns what this rank received of the matrices that it
-        owns.
+        owns. Collective over `stage`.
         """
         local_rank = self.stage.rank
+        # [rank]: the tensors for it
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
         for span, elements in zip(self._spans[buffer][local_rank], values, strict=True):
             owner = self.owners[span.matrix]
             outgoing[owner].append(elements[span.sent_span])
-        incoming: list[list[HeldSpan]] = []
-        sizes: list[list[int]] = []
+        incoming: list[list[HeldSpan]] = []  # [rank]: what comes from it
+        sizes: list[list[int]] = []  # numbers of elements of these
         for rank in range(self.stage.size):
-            sent_spans = self._spans_of_owner(buffer, rank, local_rank)
-            incoming.append(sent_spans)
-            sizes.append([span.num_sent for span in sent_spans])
+            spans_of_rank = self._spans_of_owner(buffer, rank, local_rank)
+            incoming.append(spans_of_rank)
+            sizes.append([span.num_sent for span in spans_of_rank])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[ReceivedElements]:
@@ -167,16 +171,17 @@ class MatrixExchange:
         buffer: int,
         results: Mapping[int, Tensor],
     ) -> Callable[[], list[Tensor]]:
-        """Start to send every rank the elements that it holds in a buffer. results: [m, n], of the
-        matrices that this rank owns.
+        """Start to send every rank the results for the elements that it holds in a buffer.
 
-        The returned function waits; it returns the flat results of all that this rank holds in the
-        buffer.
+        results: the matrices [m, n] that this rank owns, orthogonalized, by number.
+
+        The returned function waits; it returns flat results for each of this rank's `HeldSpan`s in
+        the buffer. Collective over `stage`.
         """
         # several ranks hold elements of one slice, which is made contiguous once
         flat_slices: dict[MatrixSlice, Tensor] = {}
 
-        def elements_of(span: HeldSpan) -> Tensor:
+        def results_for(span: HeldSpan) -> Tensor:
             matrix_slice = span.matrix_slice
             if matrix_slice not in flat_slices:
                 part = self._part_of(matrix_slice)
@@ -189,7 +194,7 @@ class MatrixExchange:
         for rank in range(self.stage.size):
             sent_spans = self._spans_of_owner(buffer, rank, local_rank)
             received_spans = self._spans_of_owner(buffer, local_rank, rank)
-            outgoing.append([elements_of(span) for span in sent_spans])
+            outgoing.append([results_for(span) for span in sent_spans])
             sizes.append([span.size for span in received_spans])
         wait = self._start(outgoing, sizes)
 
@@ -227,8 +232,13 @@ class MatrixExchange:
         outgoing: list[list[Tensor]],
         sizes: list[list[int]],
     ) -> Callable[[], list[Sequence[Tensor]]]:
-        """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
-        from each rank."""
+        """Start an all-to-all of several flat tensors to and from each rank of `stage`.
+
+        outgoing: [rank], the tensors for that rank.
+        sizes: [rank], the numbers of elements of the tensors that come from that rank.
+
+        The returned function waits; it returns the tensors that came from each rank.
+        """
         # an all-to-all has one tensor for each pair of ranks
         joined: list[Tensor] = []
         for tensors in outgoing:
@@ -245,7 +255,7 @@ class MatrixExchange:
         return finish
 
     def _spans_of_owner(self, buffer: int, rank: int, owner: int) -> list[HeldSpan]:
-        """Return what `rank` holds in a buffer of the matrices that belong to `owner`."""
+        """Return the elements that `rank` holds in a buffer, of matrices that `owner` owns."""
         spans = self._spans[buffer][rank]
         return [span for span in spans if self.owners[span.matrix] == owner]
 
@@ -258,10 +268,10 @@ class MatrixExchange:
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the owner of each matrix: by falling cost, each goes to the rank with the least cost
-    so far."""
+    """Return the owner, from 0 to `ranks` - 1, of each matrix. The most expensive matrix is
+    assigned first, and each goes to the rank with the least cost so far."""
     owners = [0] * len(costs)
-    loads = [0.0] * ranks
+    loads = [0.0] * ranks  # cost so far
     # `sorted` and `min` keep the order of what is equal, so that all ranks choose alike
     by_cost = sorted(range(len(costs)), key=lambda matrix: -costs[matrix])
     for matrix in by_cost:
@@ -277,8 +287,12 @@ def _gather_spans(
     stage: Axis,
     device: torch.device,
 ) -> list[list[HeldSpan]]:
-    """Return what every rank holds. fingerprint: a number that must be equal on all ranks.
-    Collective over `stage`."""
+    """Return the elements that each rank of `stage` holds: one all-gather of a table of integers,
+    with a row for each span.
+
+    fingerprint: a number that must be equal on all ranks. Raises RuntimeError, on every rank, if it
+    is not. Collective over `stage`.
+    """
     width = len(HeldSpan._fields)
     # the first row has the fingerprint and the number of rows after it
     padding = [0] * (width - 2)

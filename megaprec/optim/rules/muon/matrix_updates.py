@@ -1,9 +1,8 @@
-"""Muon's update: momentum where it is held, orthogonalization where a whole matrix is, weights
-where they are held.
+"""Muon's update of matrices whose slices are spread over ranks.
 
-    1. average  each rank updates the momentum of its own slices, elementwise, and has the
-                direction of its slices
-    2. collect  each matrix's direction goes to its owner (`matrix_exchange`)
+    1. average  each rank updates the momentum of its own slices, elementwise. The result is the
+                direction of its slices: the momentum, with `nesterov` one step further
+    2. collect  each matrix's direction goes to one rank, its owner (`matrix_exchange`)
     3. compute  each owner orthogonalizes its matrices, one after the other
     4. return   every rank receives its slices of the results and updates its slices of the weights
 
@@ -44,9 +43,11 @@ from megaprec.precision.patterns import match_patterns, require_used
 class LocalElements:
     """Elements of a matrix's slice that this rank updates.
 
+    span: their place in the matrix, and which of them this rank sends to its owner.
     tiles: the elements, in order.
-    factors: of learning rate and weight decay.
-    scale: Muon's factor of the learning rate for the matrix, or for that of each head.
+    factors: of learning rate and weight decay, by the parameter group.
+    scale: Muon's own factor of the learning rate, which the shape of the matrix decides, with
+        `per_head` the shape of one head's rows.
     """
 
     span: HeldSpan
@@ -56,7 +57,12 @@ class LocalElements:
 
 
 class _Move(NamedTuple):
-    """The numbers by which a tile's weights are updated, as for `_move`."""
+    """Tensors that update the weights of one tile of n elements, see `_move`.
+
+    direction: [n], of the orthogonalized matrix, in the dtype of the iteration.
+    step: the numbers of the step for the tile's group.
+    scale: Muon's own factor of the learning rate.
+    """
 
     direction: Tensor
     step: Step
@@ -82,7 +88,8 @@ class MatrixUpdates:
         self.rule = rule
         self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
         stacks = self._stacks(stage, device)
-        self._stack_of_matrix = [*stacks.values()]
+        # ranks call a matrix by its number in this order, which all of the stage share
+        self._stack_of_matrix = list(stacks.values())
         matrix_numbers = {name: number for number, name in enumerate(stacks)}
         self._local: list[list[LocalElements]] = []  # of each buffer
         for number in range(len(self.buffers)):
@@ -100,7 +107,9 @@ class MatrixUpdates:
         )
 
     def _stacks(self, stage: Axis, device: torch.device) -> dict[str, MatrixStack]:
-        """Return what is orthogonalized of all matrices of the stage, by name."""
+        """Return, for each logical matrix of the stage by its name, how many matrices of which
+        shape it is orthogonalized as: one, or with `per_head` one for each head. Collective over
+        `stage` if a buffer holds experts."""
         local: dict[str, MatrixStack] = {}
         for buffer in self.buffers:
             for piece in buffer.pieces:
@@ -119,58 +128,67 @@ class MatrixUpdates:
         matrix_numbers: dict[str, int],
         groups: Sequence[Group],
     ) -> Iterator[LocalElements]:
-        """Yield the elements of a buffer's matrices that this rank's shard holds, which are updated
-        here, whoever orthogonalizes the matrix."""
+        """Yield, for each matrix of a buffer, the elements that this rank updates: those in its
+        shard of the buffer, whichever rank orthogonalizes the matrix.
+
+        matrix_numbers: by logical name.
+        """
         buffer = self.buffers[buffer_number]
         for owned in buffer.owned_pieces():
             part = owned.piece.part
             span = held_span_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
             tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
-            group_factors = factors(part, groups, self.rule)  # of learning rate and weight decay
+            group_factors = factors(part, groups, self.rule)
             shape = self.rule.matrices_of(part).shape
-            shape_factor = self.rule.factor(shape)  # Muon's, of the update
-            yield LocalElements(span, tiles, group_factors, shape_factor)
+            scale = self.rule.factor(shape)
+            yield LocalElements(span, tiles, group_factors, scale)
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all matrices.
 
-        step_of: numbers of the step, by factors.
+        step_of: returns the numbers of the step for factors of learning rate and weight decay.
         done: called with each updated buffer.
         Collective over the stage.
         """
         matrices = self._collect_directions(step_of)
-        rule = self.rule
-        for number, matrix in matrices.items():
-            # a loop may step within its own autocast
-            with torch.autocast(matrix.device.type, enabled=False):
-                result = orthogonalized(
-                    self._stack_of_matrix[number].apart(matrix),
-                    rule.ns_coefficients,
-                    rule.ns_steps,
-                    rule.ns_eps,
-                )
-            matrices[number] = result.view_as(matrix)
+        for number, direction in matrices.items():
+            matrices[number] = self._orthogonalize(number, direction)
         for number, buffer in enumerate(self.buffers):
             # without names, which would keep what was sent and received until the next exchange
             self._move_buffer(number, self._exchange.start_return(number, matrices)(), step_of)
             done(buffer)  # starts the buffer's all-gather, which overlaps with the next exchange
 
-    def _move_buffer(self, number: int, results: Sequence[Tensor], step_of: StepOf) -> None:
-        """Update this rank's elements of a buffer by the flat results of its matrices."""
+    def _orthogonalize(self, matrix_number: int, direction: Tensor) -> Tensor:
+        """Return the orthogonalized direction [m, n] of a matrix, or of each of its heads."""
+        stack = self._stack_of_matrix[matrix_number]
+        rule = self.rule
+        # a loop may step within its own autocast
+        with torch.autocast(direction.device.type, enabled=False):
+            result = orthogonalized(
+                stack.apart(direction), rule.ns_coefficients, rule.ns_steps, rule.ns_eps
+            )
+        return result.view_as(direction)
+
+    def _move_buffer(self, buffer_number: int, results: Sequence[Tensor], step_of: StepOf) -> None:
+        """Update the weights of a buffer that this rank holds.
+
+        results: the flat elements of the orthogonalized matrices, in the order of the buffer's
+            `LocalElements`.
+        """
         moves: list[_Move] = []
         tiles: list[Tile] = []
-        for local, result in zip(self._local[number], results, strict=True):
+        for local, result in zip(self._local[buffer_number], results, strict=True):
             step = step_of(local.factors)
             directions = result.split([len(tile.weights) for tile in local.tiles])
             moves += [_Move(direction, step, local.scale) for direction in directions]
             tiles += [tile.without_moments() for tile in local.tiles]
-        on_device = self.buffers[number].on_device(tiles)
+        on_device = self.buffers[buffer_number].on_device(tiles)
         for tile, move in zip(on_device, moves, strict=True):
             _move(tile, *move)
 
     def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
-        """Update all momenta, and return the complete directions of this rank's own matrices, by
-        number."""
+        """Update the momenta of all slices that this rank holds, and return the whole directions
+        [m, n] of the matrices that it owns, by number. Collective over the stage."""
         # every exchange starts before the first wait, so that they overlap with the updates
         waits: list[Callable[[], list[ReceivedElements]]] = []
         for number in range(len(self.buffers)):
@@ -183,22 +201,28 @@ class MatrixUpdates:
         return self._exchange.assemble(received)
 
     def _directions(self, buffer_number: int, step_of: StepOf) -> list[Tensor]:
-        """Update the momentum of a buffer, and return the directions of its elements in the dtype
-        of the iteration."""
-        elements = self._local[buffer_number]
-        steps = (step_of(local.factors) for local in elements for _ in local.tiles)
-        tiles = (tile.without_masters() for local in elements for tile in local.tiles)
+        """Update the momentum of a buffer, and return the direction of each of its `LocalElements`:
+        a flat tensor in the dtype of the iteration."""
+        tiles: list[Tile] = []
+        steps: list[Step] = []  # of each tile
+        for local in self._local[buffer_number]:
+            tiles += [tile.without_masters() for tile in local.tiles]
+            steps += [step_of(local.factors)] * len(local.tiles)
         on_device = self.buffers[buffer_number].on_device(tiles)
         tile_directions = [
             self._direction(tile, step) for tile, step in zip(on_device, steps, strict=True)
         ]
+        # an exchange takes one flat tensor for each slice of a matrix
         remaining = iter(tile_directions)
-        # joined: an exchange takes one flat tensor for each slice
-        return [torch.cat(list(islice(remaining, len(local.tiles)))) for local in elements]
+        directions: list[Tensor] = []
+        for local in self._local[buffer_number]:
+            of_slice = list(islice(remaining, len(local.tiles)))
+            directions.append(torch.cat(of_slice))
+        return directions
 
     def _direction(self, tile: Tile, step: Step) -> Tensor:
-        """Update the momentum of a tile, and return what is orthogonalized, in the dtype of the
-        iteration. Nothing changes if `step.skip` is 1."""
+        """Update the momentum of a tile of n elements, and return [n], what is orthogonalized of
+        them, in the dtype of the iteration. If `step.skip` is 1, the momentum stays as it is."""
         momentum = self.rule.momentum
         (average,) = tile.wide_moments()
         gradients = step.divided(tile.wide_gradients())
@@ -214,8 +238,9 @@ class MatrixUpdates:
 
 
 def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldSpan:
-    """Return what this rank holds of a piece, and what it sends of that to the owner of the matrix:
-    ranks that hold the same elements divide them, so that each is sent once.
+    """Return which elements of a piece of the buffer, a slice of a matrix, this rank holds, and
+    which of these it sends to the owner of the matrix: ranks that hold the same elements divide
+    them, so that each element is sent once.
 
     matrix: its number among the matrices of the stage.
     """
@@ -239,8 +264,8 @@ def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) 
 
 
 def _move(tile: Tile, direction: Tensor, step: Step, scale: float) -> None:
-    """Update the weights of a tile by its direction. Nothing changes if `step.skip` is 1. scale: of
-    the learning rate."""
+    """Update the weights of a tile of n elements by its orthogonalized direction [n]. Nothing
+    changes if `step.skip` is 1. scale: Muon's own factor of the learning rate."""
     weights = tile.wide_masters()
     decayed = weights * (1 - step.lr * step.weight_decay)
     move = direction.to(weights.dtype) * (step.lr * scale)
@@ -266,18 +291,12 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     sorted_names = sorted(names)
     if rule.by_adamw == NOT_HIDDEN:
         # embeddings and heads that are frozen are told from hidden layers too
-        frozen_names = {
-            part.name
-            for module in model_parts
-            for parameter in module.parameters()
-            if has_layout(parameter) and not parameter.requires_grad
-            for part in layout_of(parameter).parts
-        }
-        _require_default_match(key, sorted_names, frozen_names, ranks)
+        _require_default_match(key, sorted_names, _frozen_names(model_parts), ranks)
     else:
         require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
     _require_heads(rule, model_parts, ranks)
-    # by sentence, code and fields: a Problem is made of them again, for JSON carries none
+    # The ranks exchange JSON, which has no `Problem`: a problem travels as its sentence, with the
+    # code and the fields of which it is made again.
     local_problems: dict[str, Any] = {}
     for problem in _problems_of_split_parameters(rule, model_parts):
         local_problems[str(problem)] = (problem.code, problem.fields)
@@ -285,6 +304,16 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     problems = [Problem(text, code, fields) for text, (code, fields) in entries.items()]
     if problems:
         raise UserError(*problems)
+
+
+def _frozen_names(model_parts: Sequence[nn.Module]) -> set[str]:
+    """Return the logical names of this rank's parameters that are not trained."""
+    names: set[str] = set()
+    for module in model_parts:
+        for parameter in module.parameters():
+            if has_layout(parameter) and not parameter.requires_grad:
+                names |= {part.name for part in layout_of(parameter).parts}
+    return names
 
 
 def _require_default_match(
@@ -310,8 +339,8 @@ def _require_default_match(
 
 
 def _require_heads(rule: Muon, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
-    """Raise UserError, on every rank, if the rule asks for heads by themselves and no rank has a
-    matrix of several that it updates. Collective over the world."""
+    """Raise UserError, on every rank, if the rule has `per_head` and no rank has a matrix of
+    several heads that Muon updates. Collective over the world if the rule has `per_head`."""
     if not rule.per_head:
         return
     has_heads = False

@@ -64,7 +64,7 @@ class Muon(Stateless):
     adamw: AdamW = AdamW()
 
     def __post_init__(self) -> None:
-        # a frozen dataclass is set like this; a run file has lists where tuples are compared
+        # A run file gives lists, and tuples are compared. A frozen dataclass is set like this.
         object.__setattr__(self, "by_adamw", _require_texts("by_adamw", self.by_adamw))
         object.__setattr__(
             self,

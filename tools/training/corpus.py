@@ -232,10 +232,11 @@ def open_built(
     tokenizer_file: Path | None,
     stretches: Sequence[WeightedStretch] = (),
 ) -> Corpus:
-    """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
-    once.
+    """Open existing data sets and an existing tokenizer file, and return the corpus, without
+    identity, notes and validation sets. Any number of processes may do so at once.
 
-    stretches: the weights of the data sets by position; without any, those of `stretches_of`.
+    stretches: ranges of the run's samples with the weights of the data sets there; if empty, those
+    of `stretches_of`.
     """
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     model = config.model.with_vocab(vocabulary_size(config, tokenizer))
@@ -254,7 +255,7 @@ def open_built(
             _require_loss_mask(config.data, dataset)
             streams.append(with_begin(dataset, begin_token))
         datasets.append(dataset)
-    # of a blend all or none: its batches have a mask on all ranks, or on none
+    # Decided for a blend as a whole, so that all its batches have a mask, or none has.
     resets = _resets(config.data, datasets)
     for source, stream in zip(sources, streams, strict=True):
         train_samples, held_out_samples = _split(config, source, stream, rule, resets)
@@ -274,7 +275,7 @@ def open_built(
     # A single data set goes on in its own order, unless it comes from a blend.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    # an evaluation mixes as the run begins to, however long it is
+    # An evaluation mixes the data sets by the first weights of the run, wherever the run is.
     weights = [WeightedStretch.first(blend_phases(config.data).first_weights)]
     names = [source.name for source in sources]
     evaluated = [samples for samples in held_out if samples is not None]
@@ -321,8 +322,9 @@ def _split(
 def requested_begin_token(config: RunConfig) -> int | None:
     """Return the id of the token before each document that data.begin asks for, None for none.
 
-    Where the user leaves it open, a resume takes what the checkpoint was trained with: it does not
-    use the weights of train.init_from. Otherwise the run file has the id of these weights.
+    A run that goes on from a checkpoint takes the token that the checkpoint was trained with, if
+    the user has left data.begin open ("auto") or its value comes from train.init_from, whose
+    weights such a run does not load.
     """
     begin_token = config.data.begin
     if begin_token == "auto" or _is_of_first_weights(config):
@@ -450,7 +452,8 @@ def _all_samples(
 
 
 def _resets(data: Data, datasets: Sequence[IndexedDataset]) -> Resets:
-    """Return the settings of samples of these data sets, which are mixed with each other."""
+    """Return how samples of these data sets, which are mixed with each other, treat the ends of
+    documents and the loss mask."""
     has_mask = any(dataset.has_mask for dataset in datasets)
     return Resets(
         attention_mask=data.reset_attention_mask,

@@ -89,7 +89,7 @@ def begin_notes(
     documents: DocumentTokens,
     tokenizer: Tokenizer | None,
 ) -> Iterator[str]:
-    """Yield the notes of a run.
+    """Yield notes on the tokens before and after the documents of a run.
 
     streams: its data sets as they are trained on. begin_token: the token that data.begin asks for.
     documents: the tokens that the model sees around documents.

@@ -27,7 +27,8 @@ class EndReport:
         self.reason = ""
 
     def noting(self, again: OnLostRank) -> OnLostRank:
-        """Return `again`, which notes the message of each rank that is lost."""
+        """Return a function that notes the message of a lost rank as the reason, and then does what
+        `again` does: decides on how many ranks the run goes on."""
 
         def note(lost_rank: LostRank) -> int:
             self.reason = lost_rank.message

@@ -204,6 +204,6 @@ def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
         pattern = re.sub(r"^layers\.\d+\.", "layers.%.", name)
         layers_by_pattern[pattern].add(layer)
     for pattern, layers in layers_by_pattern.items():
-        counts = dict.fromkeys(layers, 1)  # which are of no use here
+        counts = dict.fromkeys(layers, 1)  # layer_spans joins neighbours of equal counts
         for layer_range, _ in layer_spans(counts):
             yield pattern.replace("%", layer_range)

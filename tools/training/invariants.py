@@ -144,7 +144,8 @@ class Invariants:
         return broken
 
     def _add(self, report: StepReport, share: Share) -> None:
-        """Count the step, by its report and its share."""
+        """Add the step to the counts of samples and applied steps, of all ranks, and of tokens, of
+        this rank."""
         samples = len(share.tokens) // share.pieces * self._engine.dp.size
         self._samples += samples
         if report.changed:
@@ -159,8 +160,9 @@ class Invariants:
             self._findings[name] = InvariantFinding(PROVEN, why)
 
     def _rate_problem(self, report: StepReport, completed: int, looks: bool) -> str:
-        """Compare the rate of the step after `completed` steps or samples, and the count of applied
-        steps."""
+        """Return what is wrong with the learning rate of the step, which comes after `completed`
+        applied steps or samples; "" if nothing is. looks: compare the count of applied steps too,
+        which is read from the device."""
         config = self._config
         if config.lr.unit == "samples":
             length = config.lr.length or config.total_samples
@@ -184,6 +186,8 @@ class Invariants:
         return ""
 
     def _samples_problem(self, progress: TrainState) -> str:
+        """Return how the samples of the run differ from those of its batches, or of the schedule of
+        batches; "" if they do not."""
         steps = progress.step - self._begin.step
         of_schedule = self._config.batches.after(self._begin.samples, steps)
         if progress.samples == self._samples == of_schedule:
@@ -194,10 +198,11 @@ class Invariants:
         )
 
     def _tokens_problem(self) -> str:
-        """Compare the tokens that losses were divided by with those of the batches."""
+        """Return how the tokens that losses were divided by differ from the tokens of the batches
+        that count; "" if they do not. Collective over the world."""
         engine = self._engine
         counted_here = engine.counted_tokens_so_far - self._counted_before
-        # 0 on ranks without the last stage
+        # the count is 0 on ranks without the last stage
         by_engine = engine.optimizer.world.max_(counted_here).item()
         local = engine.counted_tokens_so_far.new_full((), self._tokens_here)
         by_batches = engine.dp.sum_(local).item()
@@ -210,6 +215,8 @@ class Invariants:
         return ""
 
     def _first_loss_problem(self, report: StepReport, share: Share) -> str:
+        """Return why the loss of the step is not that of fresh weights; "" if it may be, or is not
+        finite and so tells nothing."""
         loss = report.loss
         if loss != loss or abs(loss) == float("inf"):
             why = f"the loss of the first step was {loss}"
@@ -226,7 +233,7 @@ class Invariants:
         return problem
 
     def _movement_problems(self, report: StepReport) -> Iterator[str]:
-        """Compare the weights with those before the step."""
+        """Yield what is wrong with the movement of the weights from those before the step."""
         self._watches = False
         if not report.changed or not report.lr:
             yield from self._still_problems(report)
@@ -243,8 +250,11 @@ class Invariants:
         self._prove(MOVEMENT, _named(moved))
 
     def _still_problems(self, report: StepReport) -> Iterator[str]:
-        """Yield what has moved in a step that moves nothing; of several that follow on each other
-        only the first is compared, unless the weights were moved before."""
+        """Yield a problem if tensors have moved in a step that was skipped, or had a rate of 0.
+
+        Until a step has moved the weights, only the first such step is compared: a run may begin
+        with many.
+        """
         kind = "was skipped" if not report.changed else "had a learning rate of 0"
         if self._findings[MOVEMENT].verdict == NOT_TRIED:
             self._findings[MOVEMENT] = InvariantFinding(NOT_TRIED, NO_STEP)
@@ -256,6 +266,7 @@ class Invariants:
             yield f"the step {kind}, and {in_words(changed)} moved"
 
     def _is_frozen(self, name: str) -> bool:
+        """Return True if the tensor of this name need not be trained."""
         if self._model.factory:  # which may freeze what it likes
             return True
         if is_never_trained(name):
@@ -263,6 +274,8 @@ class Invariants:
         return any(fnmatchcase(name, pattern) for pattern in self._config.optimizer.frozen)
 
     def _copies_problem(self) -> str:
+        """Return which tensors differ between ranks that hold the same ones; "" if none does.
+        Collective over the world."""
         if self._config.train.numerics == "canonical":
             why = 'train.numerics = "canonical", whose ranks are virtual'
             self._findings[COPIES] = InvariantFinding(NOT_TRIED, why)

@@ -112,7 +112,8 @@ def _export(path: Path) -> None:
     with scratch_folder("export") as folder:
         here = Path(folder) / EXPORTED
         convert(source, target, here, _no_progress)
-        for file in sorted(here.iterdir(), key=lambda file: file.name == CONFIG):
+        in_order = sorted(here.iterdir(), key=lambda file: file.name == CONFIG)  # config.json last
+        for file in in_order:
             send(file, path / EXPORTED / file.name)
 
 

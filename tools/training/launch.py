@@ -126,6 +126,8 @@ def require_local_meeting(ranks: int) -> None:
 
 
 def _require_open_files(needed: int) -> None:
+    """Raise this process's soft limit of open files to `needed`, if it is lower. Raises UserError
+    if the hard limit is lower too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

@@ -135,15 +135,19 @@ def _end(spans: list[Any], module: nn.Module, arguments: object, output: object)
 
 
 def _operators(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
+    """Return name, runs and milliseconds of each operator on the host, without those that it calls;
+    the longest first."""
     rows: list[tuple[str, int, float]] = []
     for event in profiler.key_averages():
         is_span = event.is_user_annotation or event.key.startswith(_OF_AUTOGRAD)
         if not is_span and event.self_cpu_time_total > 0:
             rows.append((event.key, event.count, event.self_cpu_time_total / 1e3))
-    return sorted(rows, key=lambda row: -row[2])
+    return _longest_first(rows)
 
 
 def _modules(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
+    """Return name, runs and milliseconds of the forward passes of modules, the longest first.
+    Modules whose names differ in numbers alone are one row."""
     runs: dict[str, int] = defaultdict(int)
     milliseconds: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
@@ -151,8 +155,17 @@ def _modules(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
             name = re.sub(r"\b\d+\b", "*", event.key.removeprefix(MODULE))
             runs[name] += event.count
             milliseconds[name] += event.cpu_time_total / 1e3
-    rows = [(name, runs[name], milliseconds[name]) for name in runs]
-    return sorted(rows, key=lambda row: -row[2])
+    return _longest_first([(name, runs[name], milliseconds[name]) for name in runs])
+
+
+def _longest_first(rows: list[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
+    """Return rows of name, runs and milliseconds by falling milliseconds."""
+
+    def milliseconds_of(row: tuple[str, int, float]) -> float:
+        _, _, milliseconds = row
+        return milliseconds
+
+    return sorted(rows, key=milliseconds_of, reverse=True)
 
 
 def _as_table(rows: Rows) -> str:

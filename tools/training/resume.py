@@ -392,7 +392,11 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
 
 
 def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Yield a problem if a data set is known to be built with another tokenizer."""
+    """Yield a problem if a data set is known to be built with another tokenizer.
+
+    By the digest in the set's record, or by the tokenizer file beside the set, if that is the one
+    that the set was built with.
+    """
     record = read_record(prefix)
     if record is None:
         return
@@ -496,6 +500,8 @@ def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Ite
 
 
 def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
+    """Return where the run goes on in its data: after as many tokens as the checkpoint's run has
+    read, if samples have another length now. Random windows keep the number of the sample."""
     old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
     samples = read_progress(checkpoint).samples
@@ -515,6 +521,7 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     )
     new_numbers = corpus.train.chosen
     new_epoch_samples = len(corpus.train)
+    # "Numbers" are those of samples in the text; the training part leaves out the held-out ones.
     # Whole epochs are counted in samples of the old length, and the rest in tokens.
     epoch, samples_in_epoch = divmod(samples, len(old_numbers))
     next_number = int(old_numbers.numbers(np.int64(samples_in_epoch)))

@@ -73,6 +73,8 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 
 
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each data set that the run repeats too often; a smaller number is too often
+    in a blend, where other sets could take more."""
     train = config.train
     is_blend = isinstance(corpus.train, Blend)
     for plan in set_plans(config, corpus):
@@ -92,6 +94,7 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _endless_warmup(config: RunConfig) -> Iterator[str]:
+    """Yield a line if the warm-up of the learning rate is as long as the run, or longer."""
     lr = config.lr
     total_count = config.total_samples if lr.unit == "samples" else config.train.steps
     if lr.warmup >= total_count:
@@ -128,6 +131,7 @@ def _all_layers_in_nvfp4(config: RunConfig) -> Iterator[str]:
 
 
 def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each evaluated set with fewer samples than the run file asks for."""
     train = config.train
     for field, samples in corpus.evaluated.items():
         if len(samples) < evaluated_samples(train, MAX_SIZE):
@@ -170,16 +174,16 @@ def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 def _largest_shares(config: RunConfig) -> list[float]:
     """Return the largest share of each data set in any phase; without a blend there is one set."""
     phases = blend_phases(config.data)
-    # along a line the largest is at an end
-    shares = [phases.shares_at(begin) for begin in phases.begins]
-    return [float(max(of_set)) for of_set in zip(*shares, strict=True)]
+    # Shares that change linearly are largest where a phase begins or ends.
+    shares_by_phase = [phases.shares_at(begin) for begin in phases.begins]
+    return [float(max(shares_of_set)) for shares_of_set in zip(*shares_by_phase, strict=True)]
 
 
 def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
     """Yield a line if weights of a blend change after the last sample of the run."""
     samples = config.total_samples
     phases = blend_phases(config.data)
-    # a line may end with the run
+    # weights that change linearly may reach their last values with the last sample
     first_late = samples + 1 if phases.linear else samples
     late = [begin for begin in phases.begins if begin >= first_late]
     if late:
@@ -190,6 +194,7 @@ def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
 
 
 def _groups_without_effect(config: RunConfig) -> Iterator[str]:
+    """Yield a line if a key about the choice of groups of experts is set where all are taken."""
     router = config.model.router
     if not router.limits and router.group_best != PLAIN.group_best:
         yield (

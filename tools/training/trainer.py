@@ -181,8 +181,8 @@ class Trainer:
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
     def _leaves(self, mesh: DeviceMesh | None) -> Leaves:
-        """Return the form of the leaves by train.compile: of functions without products and
-        messages, such as norms and losses (`parallel.leaves`). Collective."""
+        """Return the leaves, compiled or plain, as train.compile asks for: functions without matrix
+        products and messages, such as norms and losses (`parallel.leaves`). Collective."""
         is_plain = self.config.compile_mode(device_of(mesh).type) == "off"
         # a resumed run may have been compiled before, and says so
         if is_plain and self.resumed is None:
@@ -191,13 +191,15 @@ class Trainer:
 
     @property
     def _shares_drawing(self) -> bool:
-        """Return True if replicas share out the drawing of initial weights, as they share
-        masters. A model of a factory may have values that no layout states."""
+        """Return True if each replica draws a part of the initial weights: the part whose master
+        weights it holds by ZeRO. Not with model.factory, whose initial values need not be those
+        that the layout of a parameter states."""
         parallel = self.config.parallel
         return bool(parallel.zero) and parallel.copies > 1 and not self.config.model.factory
 
     def _begin_with(self, folder: Path) -> None:
-        """Load the weights of train.init_from. Collective over the world."""
+        """Load the weights of train.init_from, and draw what they lack: rows of new tokens, or
+        tensors that they do not have. Collective over the world."""
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
         drawn = optional_parts.InitialWeights(stages, optimizer.plan, self.config.train.seed)
@@ -208,7 +210,7 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
-        # As lines of the run, without a place in the code.
+        # Printed as lines of the run: Python would add the place in the code.
         with warnings.catch_warnings(record=True, action="always") as caught:
             load(
                 checkpoint,
@@ -463,8 +465,9 @@ class Trainer:
         return optional_parts.padding_fields(self.corpus.train, self._samples_of_step, seq_length)
 
     def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Tensor]:
-        """Return what evaluations after this step have found, by field, and add their means to its
-        record; nothing if none is due. Collective over the world."""
+        """Evaluate if that is due after this step, and add mean losses and results of tasks to its
+        record. Return the losses of samples by field, as `_evaluate_all` does; {} if none is due.
+        Collective over the world."""
         self._evaluated = {}
         if not self._evaluates_after(self.progress.step):
             return {}
@@ -548,8 +551,8 @@ class Trainer:
             yield optional_parts.collapse_event(collapsed, self.progress.step, experts, bound)
 
     def _spike_events(self, report: StepReport) -> list[dict[str, Any]]:
-        """Let the monitor note the step, and return its event if it is a spike: of those in a row
-        that were applied only the first, of which the others may be the effect."""
+        """Let the monitor note the step, and return its event if it is a spike. Of spikes in a row
+        that were applied only the first has one, for the others may be its effect."""
         samples = self._samples_of_step
         tokens = len(samples) * self.config.train.seq_length
         spike = self.spike_monitor.note(report, self._limits, tokens)
@@ -684,6 +687,7 @@ class Trainer:
         self._samples_of_step = range(before.samples, self.progress.samples)
 
     def _write_timeline(self, recording: Recording, schedule: Schedule) -> None:
+        """Gather the recorded spans of all pipeline ranks, and write them (rank 0 alone)."""
         spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
             folder = Path(self.config.train.folder)
@@ -711,6 +715,7 @@ class Trainer:
         return self._batches.share(first_sample, replica)
 
     def _save(self) -> None:
+        """Begin to save the state after the last step."""
         extra = extra_entries(
             self.config,
             self.corpus,
@@ -726,8 +731,8 @@ class Trainer:
 
 
 def _layers_of(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers of stages by logical name; a user's own stage may have none
-    by number."""
+    """Return the layers of stages by logical name, such as "layers.0"; none of a user's own stage
+    that does not keep its layers in a ModuleDict."""
     layers: dict[str, nn.Module] = {}
     for stage in stages:
         by_number = getattr(stage, "layers", None)

@@ -208,7 +208,8 @@ def _reason_against_replay(
 def _replay_steps(
     first: Side, second: Side, records: Records, exact: bool, max_steps: int
 ) -> dict[str, Any]:
-    """Take steps again and return the verdict with the place."""
+    """Take steps of both runs again, and return fields of the document: "verdict"; "why", in words,
+    if there is a reason; "replay", with the place, and "keys" if steps were taken."""
     # To the step in which the records part. If they agree two steps are enough: the second begins
     # with weights and moments that a step has made.
     first_step = max(first.first_step, second.first_step)

@@ -254,8 +254,8 @@ def table(
     if has_averages:
         headings.append("held-out, average")
     runs = Table(*headings, "bits/byte", box=box.SIMPLE_HEAD)
-    # a run without held-out text has NaN there
     for curve in by_loss(curves):
+        # NaN, and so an empty cell, for a run without held-out text
         losses = [f"{curve.final:.4f}", _loss_cell(curve.held_out)]
         if has_averages:
             losses.append(_loss_cell(curve.held_out_of_average))

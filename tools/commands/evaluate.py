@@ -233,10 +233,13 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None, device: str) ->
 
 
 def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> int:
+    """Score all sets, print the scores and notes on rank 0, and return the exit code, 0.
+    Collective over the world."""
     sets = _named_sets(args.data)
     is_first = Axis.world(mesh).rank == 0
     place = checkpoints_elsewhere(args.model)
     model = load_model(place, Stage, args.compute, args.tokenizer, mesh, args.ema, device)
+    # passes samples through the pipeline's stages, and shares them out to replicas
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours

@@ -99,13 +99,13 @@ def main(args: argparse.Namespace) -> int:
         "notes": notes,
         "judged": found.judged,
         "spikes": [_spike_fields(spike) for spike in found.spikes],
-        "explained": [_document(one) for one in explained],
+        "explained": [_document(explained_spike) for explained_spike in explained],
     }
 
     def show() -> None:
         console = table_console()
-        for one in explained:
-            _show(console, one)
+        for explained_spike in explained:
+            _show(console, explained_spike)
 
     return print_result(args, lambda: document, show)
 
@@ -128,6 +128,7 @@ def _chosen(
 
 
 def _notes(folder: Path, found: FoundSpikes) -> Iterator[str]:
+    """Yield notes on lines that could not be read, and on steps that were not finite."""
     if note := odd_lines(folder / METRICS):
         yield note
     if found.not_finite:
@@ -156,6 +157,8 @@ def _explain(
 
 
 def _explain_one(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Explained:
+    """Repeat the step of a spike and judge its causes; without a repetition each cause is "not
+    tried", with the reason. most_steps: that may be repeated before it."""
     if not spike.numbers.in_loss and not spike.numbers.in_norm:
         reason = "loss and gradient norm are inside of their bands, or have none yet"
         return Explained(spike, causes_not_tried(reason), None)
@@ -288,10 +291,10 @@ def _show(console: Console, explained: Explained) -> None:
 
 def _show_causes(console: Console, causes: Sequence[Cause]) -> None:
     """Print the verdict on each cause; once, if it is the same one on all, for the same reason."""
-    evidence, *others = {cause.evidence for cause in causes}
-    if not others and causes[0].verdict == "not tried":
+    evidences = {cause.evidence for cause in causes}
+    if len(evidences) == 1 and causes[0].verdict == "not tried":
         names = ", ".join(cause.name for cause in causes)
-        console.print(Text(f"not tried ({names}): {evidence}"))
+        console.print(Text(f"not tried ({names}): {causes[0].evidence}"))
         return
     rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     rows.add_column(no_wrap=True)
@@ -303,6 +306,7 @@ def _show_causes(console: Console, causes: Sequence[Cause]) -> None:
 
 
 def _cause_in_words(explained: Explained) -> str:
+    """Return the likely cause of a spike, with the samples that stand out if it is the data."""
     cause = likely(explained.causes)
     if cause == "data" and explained.seen is not None:
         ids = [str(sample.id) for sample in explained.seen.outliers]
@@ -317,6 +321,7 @@ def _cause_in_words(explained: Explained) -> str:
 
 
 def _origin(seen: Examination) -> str:
+    """Return from which state the step was repeated, and that of one process, in words."""
     start = seen.start or "the initial weights"
     line = f"repeated from {start}, {counted(seen.repeated, 'step')} before it"
     if seen.layout:
@@ -352,6 +357,10 @@ def _sample_table(samples: Sequence[NamedSample]) -> Table:
 
 
 def _tensor_table(measure: str, tensors: Sequence[MovedTensor]) -> Table:
+    """Return the table of tensors: their size in the spike and in ordinary steps, and the ratio.
+
+    measure: what the size is, such as "norm".
+    """
     rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     rows.add_column("tensor", overflow="fold")
     rows.add_column(measure, justify="right")

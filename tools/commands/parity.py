@@ -267,6 +267,7 @@ def certify(
     files."""
     requested = _requested(config, options)
     steps = max(options.steps, STEPS) if options.oracle else options.steps
+    # the small run must be divisible by the most ranks that a layout has on each axis
     limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
     ready = _prepared(config, options, steps, limits, folder)
     # known before anything runs, so that a wrong --layouts costs no time
@@ -325,8 +326,9 @@ def _requested(config: RunConfig, options: Options) -> list[dict[str, Any]]:
         return requested
     own_precision = options.precision != "float64"
     require_possible(config, options.oracle, own_precision, full=options.full)
-    # one process too, once
-    return [{}, *(keys for keys in requested if any(value != 1 for value in keys.values()))]
+    # {} is one process, which the oracle is compared with too; named again it would come twice
+    of_ranks = [keys for keys in requested if any(value != 1 for value in keys.values())]
+    return [{}, *of_ranks]
 
 
 def _prepared(
@@ -395,7 +397,11 @@ def _by_oracle(
     references: Sequence[Reference], float64_record: Record, make_model: MakeModel
 ) -> tuple[list[Reference], str]:
     """Return the references with the records of the oracle in the place of one process's, and what
-    the oracle is. float64_record: of one process."""
+    the oracle is, in words.
+
+    The oracle trains in float64 ("wide"). For a reference in the run's own precision it trains once
+    more, from the weights of that run. float64_record: of one process.
+    """
     first, *_ = references
     initial = float64_record.tensors["before/weight"]
     wide_record, oracle = trained(alone(in_float64(first.config)), first.plan, initial, make_model)
@@ -403,10 +409,10 @@ def _by_oracle(
     for reference in references:
         record = wide_record
         noise = replace(reference.noise, unmoved_run=float64_record)
-        if noise.float64_run is not None:
-            own = reference.record.tensors["before/weight"]
-            narrow = {name: values.float() for name, values in own.items()}
-            record, _ = trained(alone(reference.config), reference.plan, narrow, make_model)
+        if noise.float64_run is not None:  # a reference in the run's own precision
+            own_weights = reference.record.tensors["before/weight"]
+            in_fp32 = {name: values.float() for name, values in own_weights.items()}
+            record, _ = trained(alone(reference.config), reference.plan, in_fp32, make_model)
             noise = replace(noise, float64_run=wide_record)
         replaced.append(replace(reference, record=record, noise=noise, is_oracle=True))
     return replaced, oracle

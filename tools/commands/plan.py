@@ -223,6 +223,7 @@ def _say_answer(answer: "_Answer", notes: Sequence[str], args: argparse.Namespac
 
 
 def _exit_code(answer: "_Answer") -> int:
+    """Return 0 if the run fits, or with --ranks if any layout does; else NOTHING_FITS."""
     if answer.search_result:
         return 0 if answer.search_result.layouts else NOTHING_FITS
     fits = answer.planned is not None
@@ -346,7 +347,8 @@ def _budget_of_best(
     search_result: LayoutSearch, assumed: Assumptions, budget: float
 ) -> Iterator[str]:
     """Yield what a budget of rank-hours buys in the fastest layout that was found, if any was."""
-    for best in search_result.layouts[:1]:
+    if search_result.layouts:
+        best = search_result.layouts[0]
         assert best.prediction is not None  # layouts are searched with a peak speed
         yield budget_line(best, best.prediction, assumed, budget)
 
@@ -585,16 +587,18 @@ def _require_layouts(search_result: LayoutSearch, ranks: int) -> None:
 def _share_of_ranks(
     config: RunConfig, target: DeviceTarget, assumed: Assumptions | None, args: argparse.Namespace
 ) -> tuple[DeviceTarget, Assumptions | None]:
-    """Return the device and the speeds of each of --ranks: as many share this machine if it is the
-    device."""
+    """Return the device and the speeds of one of --ranks. A GPU is of one rank; the CPUs of this
+    machine are shared by all of --ranks, not by the ranks of the run's own layout."""
     if not args.ranks or not assumed or target.device != "cpu":
         return target, assumed
     if args.calibrated:
+        # what was measured is of as many ranks as cores; more ranks wait for each other
         crowd = max(1.0, args.ranks / cores())
         shared = replace(target_of(config, ranks=args.ranks), process=target.process)
         return shared, replace(assumed, crowd=crowd)
-    measured = assumed.tflops * config.world_size / args.ranks
-    return target_of(config, ranks=args.ranks), replace(assumed, tflops=args.tflops or measured)
+    share_of_machine = assumed.tflops * config.world_size / args.ranks
+    tflops = args.tflops or share_of_machine
+    return target_of(config, ranks=args.ranks), replace(assumed, tflops=tflops)
 
 
 def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -> float:

@@ -89,7 +89,8 @@ def _leaves(path: str, value: Any, origin: str) -> dict[str, Setting]:
 
 
 def _tree(leaves: Mapping[str, Setting]) -> Any:
-    """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
+    """Return the nested tables that dotted paths describe; a later path replaces an earlier value
+    that stands where it needs a table."""
     tree: dict[str, Any] = {"": {}}
     for path, leaf in leaves.items():
         # the table itself is at "", the path of its key "a.b" is "", "a", "b"

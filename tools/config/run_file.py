@@ -160,6 +160,8 @@ class RunConfig(BaseModel):
         return [self._schedule_for(self.microbatches_of(size)) for size in others]
 
     def _schedule_for(self, microbatches: int) -> Schedule:
+        """Return the pipeline schedule of so many micro-batches, planned by the FLOPs of the
+        stages."""
         # the place of a stage does not depend on costs, the order of instructions may
         rank_of_stage = pipeline_schedule(self.parallel, microbatches).rank_of_stage
         costs = self.stage_costs(self.sized_model, rank_of_stage)
@@ -262,7 +264,7 @@ class RunConfig(BaseModel):
             recompute=self.recompute,
             expert=parallel.expert,
             expert_tensor=parallel.expert_tensor,
-            # named ring from here on
+            # the engine knows two ways, and asks for one of them
             ring=parallel.context_by == "ring",
             frozen=self.optimizer.frozen,
             seed=self.train.seed,
@@ -567,10 +569,11 @@ class RunFile:
         return self.path is not None and is_resolved(self.path)
 
     def _written_keys(self) -> set[str]:
-        """Return the keys that the user wrote and means for this run.
+        """Return the keys that the user wrote and means for this run, whose idle ones are told.
 
-        A resolved run has all keys, and was told what it is when it began. A trial that the command
-        line shortens need not reach the steps that its file names.
+        The keys of a resolved run do not count: it has all of them, and the idle ones were told when
+        the run began. Nor do periods of the file (`PERIODS`) if the command line gives train.steps:
+        a short trial need not reach them.
         """
         origins = {key: setting.origin for key, setting in self.settings.items()}
         typed = {key for key, origin in origins.items() if origin == "command line"}

@@ -40,6 +40,7 @@ def changes_problems(train: Train) -> list[str]:
 
 
 def _batch_schedule(train: Train) -> Iterator[str]:
+    """Yield the problems of train.batch_schedule, whose last batch must be train.global_batch."""
     yield from changes_problems(train)
     if not train.batch_schedule:
         return
@@ -77,9 +78,10 @@ def _rates_of_batches(lr: LR, train: Train) -> Iterator[str]:
 
 
 def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem for the first batch that the replicas cannot share in whole micro-batches."""
     # samples of one micro-batch of every replica
     unit = train.micro_batch * parallel.data
-    undivided = [change for change in train.batch_schedule if change[1] % unit]
+    undivided = [(samples, batch) for samples, batch in train.batch_schedule if batch % unit]
     if undivided:
         samples, batch = undivided[0]
         others = ""

@@ -154,8 +154,9 @@ def _print_document(problems: Iterable[Problem]) -> None:
 def _run_with_retries(args: argparse.Namespace) -> int:
     """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
     trains."""
-    # the last attempt is below: its error is the user's
-    for _ in range(MAX_ATTEMPTS - 1 if COMMANDS[args.command].repeatable else 0):
+    attempts = MAX_ATTEMPTS if COMMANDS[args.command].repeatable else 1
+    # all but the last, whose error is the user's
+    for _ in range(attempts - 1):
         start = time.time()
         try:
             return int(args.run(args))
@@ -261,8 +262,9 @@ def _described_commands() -> str:
     lines = list[str]()
     for group in GROUPS:
         lines.append(f"{group}:")
-        members = {name: each for name, each in COMMANDS.items() if each.group == group}
-        lines += [f"  {name:20}{each.help}" for name, each in members.items()]
+        for name, command in COMMANDS.items():
+            if command.group == group:
+                lines.append(f"  {name:20}{command.help}")
         lines.append("")
     return "\n".join([*lines, "megaprec COMMAND --help describes a command."])
 
@@ -349,7 +351,8 @@ def _take_overrides(
 def _override_hint(words: Sequence[str]) -> str:
     """Return a hint for an override that is written as an option, such as --train.steps=14; empty
     if there is none."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    # the value may be the word that follows
+    for word, following in pairwise([*words, ""]):
         name, sign, value = word.lstrip("-").partition("=")
         # no option has a dot in its name
         if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):

@@ -122,8 +122,9 @@ def _third(device: str, gpus: int) -> Iterator[Measurement]:
     layers = _layers(device)
     few = replace(layers, layers=min(3, layers.layers))
     two = replace(layers, layers=2)
-    long = replace(layers, layers=min(4, layers.layers), tokens=32768, microbatches=1)
-    long = long if on_gpu else TRIAL
+    long = TRIAL
+    if on_gpu:
+        long = replace(layers, layers=4, tokens=32768, microbatches=1)
     with_head = WITH_HEAD if on_gpu else TRIAL
     small = WHOLE_1B if on_gpu else TRIAL
     # without Transformer Engine Megatron-core keeps the scores of all tokens
@@ -178,7 +179,11 @@ def _laws(name: str) -> Measurement:
 
 
 def _ours(name: str, workload: Workload, *keys: str, profile: bool = False) -> Measurement:
-    options = (f"--device={workload.device}", *STEPS, *(("--profile",) if profile else ()))
+    """Return the measurement of megaprec's steps. keys: of the run, beside those of the workload.
+    profile: with the kernels of one step more."""
+    options = (f"--device={workload.device}", *STEPS)
+    if profile:
+        options += ("--profile",)
     return Measurement(name, ("train", *options, *workload.keys, *keys))
 
 
@@ -190,5 +195,8 @@ def _peer(
     usual: float = USUAL,
     profile: bool = False,
 ) -> Measurement:
-    options = (*workload.options, *(("--profile",) if profile else ()))
+    """Return the measurement of another system's steps. name: if it is not that of the system."""
+    options = list(workload.options)
+    if profile:
+        options.append("--profile")
     return Measurement(name or system, ("peer", system, *options), seconds, usual)

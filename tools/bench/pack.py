@@ -75,7 +75,8 @@ def _download(requirement: str, python: str, wheels: Path) -> bool:
         [*command, pinned(requirement)], capture_output=True, text=True, cwd=ROOT, check=False
     )
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+        _, _, last_line = done.stderr.strip().rpartition("\n")
+        reason = last_line or "pip says nothing"
         print(f"note       {requirement} was not packed: {reason}")
     return not done.returncode
 

@@ -191,6 +191,8 @@ def _state_space_leaves(samples: int, tokens: int, heads: int) -> list[Tensor]:
 
 
 def _state_space_forms(device: torch.device) -> dict[str, Form]:
+    """Return the forms of Mamba-2's state space, of tensors as `_state_space_leaves` has them."""
+
     def inputs(*leaves: Tensor) -> StateSpaceInputs:
         *of_tokens, rate = leaves
         query, key, value, step = (leaf.transpose(1, 2) for leaf in of_tokens)

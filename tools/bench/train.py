@@ -335,6 +335,7 @@ class Products(TorchDispatchMode):
         self._calls: dict[str, tuple[Callable[..., object], Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, as torch asks for each one; count it if it is a product."""
         name = func.overloadpacket.__name__
         if name in PRODUCTS or name.startswith(FUSED_ATTENTION):
             # Shapes in place of tensors: what a step has computed can be freed.
@@ -355,6 +356,8 @@ class Products(TorchDispatchMode):
         return total
 
     def _time_call(self, call: Callable[[], object], clock: Callable[[], float]) -> float:
+        """Return the seconds of a call, after one that warms up: on a CPU the median of REPEATS,
+        on a GPU the mean of as many that are queued one after the other."""
         call()
         if self._device.type != "cpu":
             # as in a step, a GPU has the next call when it has finished one

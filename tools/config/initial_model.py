@@ -72,7 +72,7 @@ def _add_model(
         chosen = settings.setdefault(key, Setting(value, origin))
         is_open = name in ZERO_LEAVES_OPEN and chosen.value == 0
         if is_open and name == "vocab":
-            # the size of the weights, not of the tokenizer, for they may be padded beyond its tokens
+            # the size of the weights, which may be padded beyond the tokens of the tokenizer
             settings[key] = Setting(value, origin)
         # a model of the user's own takes weights by their logical names, whoever has saved them
         is_own = name == "factory" and bool(chosen.value)

@@ -571,9 +571,9 @@ class RunFile:
     def _written_keys(self) -> set[str]:
         """Return the keys that the user wrote and means for this run, whose idle ones are told.
 
-        The keys of a resolved run do not count: it has all of them, and the idle ones were told when
-        the run began. Nor do periods of the file (`PERIODS`) if the command line gives train.steps:
-        a short trial need not reach them.
+        The keys of a resolved run do not count: it has all of them, and the idle ones were told
+        when the run began. Nor do periods of the file (`PERIODS`) if the command line gives
+        train.steps: a short trial need not reach them.
         """
         origins = {key: setting.origin for key, setting in self.settings.items()}
         typed = {key for key, origin in origins.items() if origin == "command line"}

@@ -52,6 +52,7 @@ def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def _integers(value: Any) -> Iterator[int]:
+    """Yield the integers of a value, also those inside tables and lists."""
     # True and False are integers, and fit
     if isinstance(value, int):
         yield value
@@ -134,7 +135,7 @@ def _place(table_class: type[BaseModel], finding: ErrorDetails) -> tuple[int | s
         return ()
     if _has_alternatives(field):
         return place[:1]
-    of_item = place[1:3]
+    of_item = place[1:3]  # the number of an item and the name of its field, in a list of tables
     if not _is_field(of_item) or finding["type"] == "missing":
         return ()
     item_class, *_ = get_args(field.annotation)

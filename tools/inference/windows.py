@@ -135,9 +135,11 @@ def _predicted_sizes(
         bytes_of = bytes_of_tokens(model.tokenizer, range(model.tokenizer.vocab_size))
     for document in documents:
         size = document.size
-        if len(document.ids):
-            first = NOT_KNOWN if bytes_of is None else int(bytes_of[document.ids[0]])
-            size = None if size is None or first == NOT_KNOWN else size - first
+        if size is not None and len(document.ids):
+            bytes_of_first = NOT_KNOWN
+            if bytes_of is not None:
+                bytes_of_first = int(bytes_of[document.ids[0]])
+            size = size - bytes_of_first if bytes_of_first != NOT_KNOWN else None
         yield replace(document, size=size)
 
 
@@ -172,9 +174,11 @@ def _documents_of_tokens(
         end += len(ids)
         if dataset.has_mask:
             # an end token may be a part of an answer, and the bytes of answers are not known
-            begins = int(len(ids) > 0 and ids[0] == model.begin)
             counted = dataset.counted(start, len(ids))
-            yield TokenizedDocument(ids[begins:], None, counted[begins:])
+            if len(ids) and ids[0] == model.begin:
+                ids = ids[1:]
+                counted = counted[1:]
+            yield TokenizedDocument(ids, None, counted)
             continue
         if len(ids) and int(ids[-1]) in model.ends:
             ids = ids[:-1]

@@ -186,6 +186,8 @@ class _Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
+        """Tell an error to `megaprec.train`, with `--json` as the document, or else on stderr, and
+        exit with code 2."""
         error = UserError(message + _hint_at_dashes(message))
         if _tell_program(error):
             self.exit(2)

@@ -143,10 +143,13 @@ def _now() -> str:
 
 
 def _commit() -> str:
+    """Return the commit of the clone, or the one that was packed; "not known" without either."""
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
-    # git prints nothing where there is no clone; then it may have been packed
+    # git prints nothing where there is no clone
+    commit = git.stdout.strip()
     packed = ROOT / ".gpu" / "commit"
-    found = git.stdout.strip() or (packed.read_text("utf-8") if packed.is_file() else "")
-    return found or "not known"
+    if not commit and packed.is_file():
+        commit = packed.read_text("utf-8")
+    return commit or "not known"

@@ -94,9 +94,9 @@ def core_of(wheels: Path) -> str:
         with zipfile.ZipFile(wheel) as archive:
             (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
             text = archive.read(metadata).decode()
-        found = re.search(r"^Requires-Dist: (pydantic[-_]core==[^\s;]+)", text, re.MULTILINE)
-        if found:
-            return found[1]
+        required = re.search(r"^Requires-Dist: (pydantic[-_]core==[^\s;]+)", text, re.MULTILINE)
+        if required:
+            return required[1]
     return "pydantic-core"
 
 

@@ -123,7 +123,7 @@ def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> di
     # keys that differ are a likelier cause than a fault
     replay_entry = document["replay"]
     if keys and replay_entry and "likely_cause" in replay_entry:
-        names = ", ".join(key.partition(":")[0] for key in keys)
+        names = ", ".join(line.partition(":")[0] for line in keys)  # lines "key: values"
         cause = replay_entry["likely_cause"]
         replay_entry["likely_cause"] = f"the run files differ in {names}; else: {cause}"
     return document

@@ -188,6 +188,7 @@ def _require_writable(path: Path) -> None:
 
 
 def _show(args: argparse.Namespace, curves: Sequence[Curve], compared: _Compared) -> None:
+    """Print notes, the first keys that differ, the table of losses and the files written."""
     for note in compared.notes:
         print(f"note       {note}")
     for key in [*compared.keys][:MOST_KEYS]:
@@ -224,6 +225,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _curve_fields(curve: Curve, compared: _Compared) -> dict[str, Any]:
+    """Return a run for programs; null for a loss that it does not have."""
     return {
         "run": curve.name,
         "steps": len(curve.records),

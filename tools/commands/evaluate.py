@@ -369,6 +369,7 @@ def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
 
 
 def _score_fields(scored: Score) -> dict[str, Any]:
+    """Return a score for programs; losses in nats a token, null for what is not known."""
     return {
         "documents": scored.documents,
         "tokens": scored.tokens,

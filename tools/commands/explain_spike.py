@@ -177,6 +177,7 @@ def _explain_one(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Explai
 
 
 def _spike_fields(spike: RecordedSpike) -> dict[str, Any]:
+    """Return a spike for programs, with the limits of its band and what is usual."""
     numbers = spike.numbers
     return {
         "step": spike.step,
@@ -205,6 +206,7 @@ def _document(explained: Explained) -> dict[str, Any]:
 
 
 def _replay_fields(seen: Examination) -> dict[str, Any]:
+    """Return what the repetition of a spike has shown, for programs."""
     return {
         "start": seen.start,
         "repeated": seen.repeated,

@@ -327,8 +327,12 @@ def _requested(config: RunConfig, options: Options) -> list[dict[str, Any]]:
     own_precision = options.precision != "float64"
     require_possible(config, options.oracle, own_precision, full=options.full)
     # {} is one process, which the oracle is compared with too; named again it would come twice
-    of_ranks = [keys for keys in requested if any(value != 1 for value in keys.values())]
-    return [{}, *of_ranks]
+    others = list[dict[str, Any]]()
+    for keys in requested:
+        is_one_process = all(value == 1 for value in keys.values())
+        if not is_one_process:
+            others.append(keys)
+    return [{}, *others]
 
 
 def _prepared(

@@ -536,16 +536,16 @@ def _from_calibration(
             device=target.device,
         )
     words = [f"speeds are those of {path}, measured on {calibration.date}"]
-    if other := [*differences(calibration, target.device)]:
-        words.append(f"on another machine: {'; '.join(other)}")
+    if differing := [*differences(calibration, target.device)]:
+        words.append(f"on another machine: {'; '.join(differing)}")
     if known is None:
         return None, [*words, "and left aside: the peak of the device is not known"]
-    found = calibrated(config, calibration, known)
-    if found.missing:
-        words.append(f"not tried, so of the table: {', '.join(found.missing)}")
+    speeds = calibrated(config, calibration, known)
+    if speeds.missing:
+        words.append(f"not tried, so of the table: {', '.join(speeds.missing)}")
     if args.measured:
         words.append("--measured corrects all of them by one factor")
-    return _with_given_speeds(found.assumed, args), ["; ".join(words)]
+    return _with_given_speeds(speeds.assumed, args), ["; ".join(words)]
 
 
 def _corrected(

@@ -277,6 +277,7 @@ def _factory(tracker_name: str) -> Factory:
 
 
 def _in_a_line(error: BaseException) -> str:
+    """Return type and text of an error in one line of bounded length, without secrets of URLs."""
     kind = type(error).__name__
     message = masked(" ".join(str(error).split()))
     if not message:

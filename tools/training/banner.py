@@ -243,8 +243,8 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     in_host_memory = f", {host_bytes / 1e6:,.1f} MB of it in host memory" if host_bytes else ""
     for line in _muon_lines(optimizer):
         say(line)
-    if kept := _kept_layers(optimizer):
-        say(kept)
+    if line_of_kept_layers := _kept_layers(optimizer):
+        say(line_of_kept_layers)
     say(
         f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB "
         f"on rank 0{in_host_memory}"

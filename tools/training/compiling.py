@@ -182,8 +182,9 @@ def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[LeafCall]:
     step = Step(0.0, 0.0, *torch.ones(3, device="meta").unbind())
     # weights as the plan holds them, and weights that it keeps in FP32
     for plan_of_weights in (plan, replace(plan, keep_fp32=("*",))):
-        parameter = torch.nn.Parameter(torch.empty(LENGTHS[0], device="meta"))
-        attach(parameter, Layout((Part("weight", (LENGTHS[0],)),)))
+        longest, *_ = LENGTHS
+        parameter = torch.nn.Parameter(torch.empty(longest, device="meta"))
+        attach(parameter, Layout((Part("weight", (longest,)),)))
         state = moments_of(rule, parameter)
         meta = torch.device("meta")
         buffer = Buffer(

@@ -170,10 +170,12 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
 
 
 def _identify_stretches(samples: Samples | Blend) -> list[BlendStretch]:
-    """Return the stretches of a run whose weights change or have changed; none of others."""
+    """Return the stretches of a blend whose weights change or have changed, as checkpoints store
+    them; none of other data."""
     if not isinstance(samples, Blend):
         return []
     stretches = samples.stretches
+    # one stretch from the first sample on: the weights of the run file say it
     if len(stretches) == 1 and not stretches[0].begin:
         return []
     return [
@@ -262,6 +264,7 @@ def open_built(
         trained.append(train_samples)
         held_out.append(held_out_samples)
 
+    # as if there were one data set; of a blend all are mixed below
     opened = Corpus(
         datasets=tuple(datasets),
         train=trained[0],
@@ -272,7 +275,8 @@ def open_built(
         documents=_tokens_around_documents(streams, begin_token, tokenizer),
     )
     stretches = stretches or stretches_of(config, datasets)
-    # A single data set goes on in its own order, unless it comes from a blend.
+    # A single data set goes on in its own order, unless the checkpoint's run had a blend: then it
+    # begins after the samples that the blend has taken of it.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
     # An evaluation mixes the data sets by the first weights of the run, wherever the run is.

@@ -65,8 +65,10 @@ def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> 
     records: by prefix; without a record they may be.
     """
     built = [(prefix, record) for prefix, record in records.items() if record]
+    if not built:
+        return
+    first_prefix, first = built[0]
     for prefix, record in built:
-        first_prefix, first = built[0]
         # Records of earlier builds have the digest of the file alone.
         same_file = record.get(FILE_DIGEST) == first.get(FILE_DIGEST)
         same_meaning = TOKENS_DIGEST in record and record[TOKENS_DIGEST] == first.get(TOKENS_DIGEST)

@@ -249,6 +249,8 @@ def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
 
 
 def _too_small_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Problem:
+    """Return the problem that model.vocab, given or that of first weights, is below the tokenizer's
+    number of tokens."""
     size = config.model.vocab
     tokens = tokenizer.vocab_size
     path = tokenizer.path

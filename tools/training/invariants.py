@@ -290,10 +290,10 @@ class Invariants:
 
 
 def _named(moved: Moved) -> str:
-    """Return the tensors that need not have moved, in words."""
-    parts: list[str] = []
+    """Return the tensors that have not moved and need not have, with the reason, in words."""
+    reasons: list[str] = []
     if moved.without_gradient:
-        parts.append(f"without a gradient: {in_words(moved.without_gradient)}")
+        reasons.append(f"without a gradient: {in_words(moved.without_gradient)}")
     if moved.lost:
-        parts.append(f"too small an update for their dtype: {in_words(moved.lost)}")
-    return "; ".join(parts)
+        reasons.append(f"too small an update for their dtype: {in_words(moved.lost)}")
+    return "; ".join(reasons)

@@ -68,11 +68,11 @@ def export_kept(folder: Path) -> list[str]:
     Returns a warning for each that cannot be written.
     """
     try:
-        kept = made_here(folder)
+        checkpoints = made_here(folder)
     except UserError as error:  # a server that is gone ends no run
         return list(error.problems)
     warnings: list[str] = []
-    for path in kept:
+    for path in checkpoints:
         try:
             if not _is_exported(path):
                 _export(path)

@@ -102,8 +102,8 @@ class StepProfile:
         kernels = kernel_record(kernels_among(profiler.events() or ()), ROWS)
         if "kernel_table" in kernels:
             idle = kernels["idle_share"]
-            rows = [(str(kernel), runs, ms) for kernel, runs, ms, _ in kernels["kernel_table"]]
-            sections.append((f"kernels; the GPU had none for {idle:.1%} of the time", rows))
+            of_kernels = [(str(name), runs, ms) for name, runs, ms, _ in kernels["kernel_table"]]
+            sections.append((f"kernels; the GPU had none for {idle:.1%} of the time", of_kernels))
         text = "\n\n".join(f"{title}\n\n{_as_table(rows)}" for title, rows in sections)
         put_text(self._folder / f"{name}.txt", text + "\n")
         total = sum(milliseconds for _, _, milliseconds in operators) or 1.0

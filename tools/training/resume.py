@@ -337,7 +337,10 @@ def _unused_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     """Yield a note if the checkpoint has state of an update rule that the run's rule does not
     have."""
     names = make_rule(config.optimizer).names
-    kinds = dict.fromkeys(key.partition("/")[0] for key in checkpoint.index["tensors"])
+    kinds = dict[str, None]()  # each once, in their order
+    for key in checkpoint.index["tensors"]:  # kind/name
+        kind, _, _ = key.partition("/")
+        kinds[kind] = None
     saved = [kind for kind in kinds if kind not in ("weight", EMA)]
     unused = [kind for kind in saved if kind not in names]
     if unused:
@@ -548,9 +551,9 @@ def _drawn_of_held_out(old_length: int, config: RunConfig, corpus: Corpus) -> in
     held_out = corpus.held_out
     held_out_parts = held_out.parts if isinstance(held_out, Blend) else [held_out]
     tokens = 0
-    for trained, kept in zip(corpus.training_parts, held_out_parts, strict=True):
+    for trained, evaluated in zip(corpus.training_parts, held_out_parts, strict=True):
         old_numbers = training_numbers(
             trained.dataset, old_length, config.data.held_out, held_out_rule(config)
         )
-        tokens += old_numbers.shared_tokens(old_length, kept.chosen, config.train.seq_length)
+        tokens += old_numbers.shared_tokens(old_length, evaluated.chosen, config.train.seq_length)
     return tokens

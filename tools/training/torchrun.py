@@ -116,7 +116,8 @@ def _connections_to(port: int) -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(int(number))) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                if connection.getpeername()[1] == port:
+                _, peer_port, *_ = connection.getpeername()
+                if peer_port == port:
                     yield connection
 
 

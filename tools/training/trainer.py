@@ -474,8 +474,9 @@ class Trainer:
         with self.position.in_phase(Phase.EVALUATION):
             evaluated = self._evaluate_all()
             for field, numbers in evaluated.items():
+                tokens_of_samples = numbers[1]
                 self._evaluated[field] = mean_loss(numbers)
-                self._evaluated_tokens[field] = int(numbers[1].sum())
+                self._evaluated_tokens[field] = int(tokens_of_samples.sum())
             record |= self._evaluated
             record |= self._task_results()
         return evaluated

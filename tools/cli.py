@@ -152,8 +152,8 @@ def _print_document(problems: Iterable[Problem]) -> None:
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:
-    """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
-    trains."""
+    """Run a command and return its exit code. A command that may be repeated is run again if a
+    checkpoint that it read was replaced meanwhile by a run that trains."""
     attempts = MAX_ATTEMPTS if COMMANDS[args.command].repeatable else 1
     # all but the last, whose error is the user's
     for _ in range(attempts - 1):
@@ -318,8 +318,8 @@ def _require_texts(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
 
 
 def _empty_argument(words: Sequence[str]) -> str:
-    """Return what has an empty value, as a variable of a shell that is not set gives it; "" if
-    nothing has."""
+    """Return in words which argument or option is an empty text, as a variable of a shell that is
+    not set gives it; "" if none is."""
     if words[0] == "import-args":
         # the words behind the first are Megatron-LM's
         return 'the argument behind "import-args"' if words[1:2] == [""] else ""

@@ -88,7 +88,8 @@ class Child:
 def _read_lines(
     process: subprocess.Popen[bytes], pipe: int, seconds: float, silence: float
 ) -> Iterator[str]:
-    """Yield lines until the process has ended, which it has at the latest when a time is over."""
+    """Yield the lines that a process writes to `pipe` until it has ended, or the time is over:
+    `seconds` in all, or `silence` seconds without a line."""
     now = time.monotonic()
     end = now + seconds
     heard = now

@@ -86,7 +86,8 @@ def measurements(device: str) -> list[Measurement]:
 
 
 def _first(device: str) -> Iterator[Measurement]:
-    """Yield what tells most: what the machine can do, whether training is right, and its speed."""
+    """Yield the measurements that tell most: of what the machine can do, whether training is right,
+    and its speed."""
     layers = _layers(device)
     yield Measurement("machine", ("probe", f"--device={device}"), usual=25)
     for name in LAWS_OF_FIRST_PART:

@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench probe`."""
+    """Run `python -m tools.bench probe`; return the exit code."""
     require_gpu(args.device)
     device = torch.device(args.device)
     # tensors of a CPU are small: they try the program

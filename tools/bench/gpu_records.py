@@ -58,7 +58,8 @@ def record_of(line: str) -> Record | None:
 
 
 def _subject(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what a newer record of takes the place of older ones."""
+    """Return measurement and test of a record, whose newest record takes the place of older
+    ones."""
     return record["measurement"], record.get("test", "")
 
 

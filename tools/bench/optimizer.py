@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench optimizer`."""
+    """Run `python -m tools.bench optimizer`; return the exit code."""
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     sizes = (args.matrices, args.width)

@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench recurrent`."""
+    """Run `python -m tools.bench recurrent`; return the exit code."""
     require_gpu(args.device)
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)

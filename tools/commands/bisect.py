@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec bisect`."""
+    """Run `megaprec bisect`; return the exit code."""
     if is_rank_of_world():
         raise UserError.of("command.launched")
     if args.steps < 1:
@@ -98,6 +98,7 @@ def main(args: argparse.Namespace) -> int:
 def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> dict[str, Any]:
     """Return the document: what the records say, what the replay says, and the verdict.
 
+    first, second: the runs, with their records. exact: every bit must be equal, as in one layout.
     max_steps: the most that are taken again. replay_anyway: also if the records agree.
     """
     exact = must_be_equal(first.config, second.config)
@@ -130,7 +131,8 @@ def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> di
 
 
 def _loaded_state_reason(first: Side, second: Side, step: int) -> str:
-    """Return what follows from a loaded state that is not that of the step."""
+    """Return why the runs part at a resume: the state that one of them loaded is not the state
+    after step `step`, which both had."""
     reason = (
         f"until step {step} the runs agree, and then one went on from another state than they had"
     )
@@ -214,6 +216,7 @@ def _replay_steps(
     # with weights and moments that a step has made.
     first_step = max(first.first_step, second.first_step)
     until = records.parting.step if records.parting else first_step + min(2, max_steps)
+    # the newest state that both have: a checkpoint of one step, or the initial weights
     start = common_start(first, second, until, exact)
     steps = until - start.step
     batch = _constant_batch(first.config, start, steps)

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec calibrate`."""
+    """Run `megaprec calibrate`; return the exit code."""
     device = _device(args.device)
     dtypes = args.dtype or [*CHOICES]
     if args.as_rank is not None:
@@ -181,7 +181,7 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
 
 
 def _teller(rank: int) -> Callable[[str], None]:
-    """Return what prints the progress, on the first rank."""
+    """Return a function that prints what is measured, on the first rank; elsewhere nothing."""
 
     def tell(text: str) -> None:
         if rank == 0:

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec compare`."""
+    """Run `megaprec compare`; return the exit code."""
     # a run may be named twice, as runs/* beside it does
     by_place = dict[Path, Path]()
     for folder in args.runs:

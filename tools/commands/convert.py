@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec convert`."""
+    """Run `megaprec convert`; return the exit code."""
     keep_freed_memory()
     check_vocab(args.vocab, args.source)
     model = resolve_run(args.config).sized_model if args.config else None

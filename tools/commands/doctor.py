@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec doctor`."""
+    """Run `megaprec doctor`; return the exit code."""
     start = time.monotonic()
     config = resolve_run(args.file, args.overrides) if args.file else None
     if config is not None and args.as_rank is None:

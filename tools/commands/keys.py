@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec keys`."""
+    """Run `megaprec keys`; return the exit code."""
     width = None
     if sys.stdout.isatty():
         width = min(MAX_WIDTH, get_terminal_size().columns)

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec merge`."""
+    """Run `megaprec merge`; return the exit code."""
     keep_freed_memory()
     count = len(args.sources)
     if count < 2:

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec mup-check`."""
+    """Run `megaprec mup-check`; return the exit code."""
     if is_rank_of_world():
         raise UserError.of("command.mup_check_launched")
     config = resolve_run(args.file, args.overrides)

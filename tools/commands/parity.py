@@ -160,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec parity`."""
+    """Run `megaprec parity`; return the exit code."""
     # started by `run_together`, in a folder of runs
     if args.as_rank:
         return as_rank(Path(args.file))
@@ -372,8 +372,8 @@ def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
 def _own_precision(
     ready: RunConfig, plan: Plan, float64_record: Record, folder: Path, launcher: Launcher
 ) -> Reference:
-    """Carry out the run on one process in its own precision. float64_record: of the same run in
-    float64."""
+    """Carry out the run on one process in its own precision, and runs that tell what rounding does;
+    return the reference that they make. float64_record: of the same run in float64."""
     record = launcher.alone(RecordedRun(alone(ready), plan, folder / "own"))
     noise = Noise(
         float64_run=float64_record,

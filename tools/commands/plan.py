@@ -275,7 +275,8 @@ def _plan_own_layout(
 
 
 def _write_picture(path: Path | None, answer: "_Answer") -> bool:
-    """Write the picture of the run in its own layout, if there is a path for it."""
+    """Write the picture of the run in its own layout, if there is a path for it. Return True if it
+    was written."""
     planned = answer.planned
     if path is None or planned is None:
         return False

@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec schedule`."""
+    """Run `megaprec schedule`; return the exit code."""
     _check_options(args)
     report = _report_of_file(args) if args.file else _report_of_options(args)
     try:

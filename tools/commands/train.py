@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec train`."""
+    """Run `megaprec train`; return the exit code."""
     end_report = EndReport(args.end_file)
     with end_report.telling():
         return _run(args, end_report)

@@ -23,9 +23,10 @@ _ZERO_OF_NXD = "optimizer_config.zero_one_enabled"
 def resolve_dialect(
     settings: dict[str, Setting], known_keys: Collection[str] | None
 ) -> DialectResult:
-    """Take the table of a dialect out of `settings`, and add the keys of other tables that it
-    decides.
+    """Take the table of a dialect out of `settings`, add the keys of other tables that it decides,
+    and return its plan, notes and problems; an empty result if there is no such table.
 
+    settings: dotted keys with their value and its origin, changed in place.
     known_keys: all keys of a run file; a decision without such a key is then a problem.
     """
     tables = dict[str, dict[str, Setting]]()
@@ -148,7 +149,8 @@ def _settle(
     explicit: bool,
     known_keys: Collection[str] | None,
 ) -> Iterator[Problem]:
-    """Add a dialect's decision on a run-file key to `settings`.
+    """Add a dialect's decision on a run-file key to `settings`, unless the key is there. Yield a
+    problem if no run file has the key, or if its value there contradicts the decision.
 
     explicit: True if a key that the dialect's user has written decided it; only then can it
         contradict the run file.

@@ -382,7 +382,7 @@ class RunConfig(BaseModel):
 
     def save_resolved(self, folder: Path) -> Path:
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that
-        name."""
+        name; return the path."""
         # a user may train in the folder that has the run file
         path, beside_own = (folder / name for name in RUN_FILES)
         if path.exists() and not is_resolved(path):

@@ -23,8 +23,9 @@ def tokenizer_notes(
 ) -> Iterator[str]:
     """Yield notes on a data set and the tokenizer of a run.
 
-    record: what its build has recorded, if anything. Raises UserError if the data set was built
-    with another tokenizer than the one that lies beside it.
+    prefix: path of the data set without .bin. record: what its build has recorded, if anything.
+    Raises UserError if the data set was built with another tokenizer than the one that lies beside
+    it.
     """
     if tokenizer:
         yield from tokenizer.notes

@@ -38,7 +38,8 @@ class EndReport:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Write the end of what runs within the context. Errors pass through."""
+        """When the block ends, write how it has ended: its errors, which pass through, and what the
+        run has left."""
         if self._file is None:
             yield
             return

@@ -340,7 +340,7 @@ def _last_lines(rank: int, failure: ProcessFailure) -> str:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Set the thread count that ranks inherit and silence the agent's log, within the context."""
+    """Within the context, set the thread count that ranks inherit, and silence the agent's log."""
     old_environment = dict(os.environ)
     old_handler = signal.getsignal(signal.SIGQUIT)
     os.environ.pop(RESTARTED, None)  # which a shell may have left

@@ -38,7 +38,8 @@ class _Held(NamedTuple):
 
 @contextmanager
 def memory_history(rank: int, optimizer: ParallelAMPOptimizer, folder: Path) -> Iterator[None]:
-    """Context manager that writes what holds this rank's GPU's memory if it runs out inside.
+    """Within the context torch remembers allocations; if this rank's GPU runs out of memory, what
+    held it is written to the run's folder.
 
     folder: of the run.
     """

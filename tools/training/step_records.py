@@ -232,8 +232,8 @@ def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
 def _offender_fields(
     offender: Offender, first_of_batch: int, samples_in_order: Samples | Blend
 ) -> dict[str, Any]:
-    """Return the fields of an offender, with its samples as positions in the run's order and as
-    numbers in the data set.
+    """Return the fields of an offender, a tensor whose gradient was not finite, with the samples of
+    its micro-batch as positions in the run's order and as numbers in the data set.
 
     first_of_batch: position of the first sample of the global batch.
     """

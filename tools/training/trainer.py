@@ -83,6 +83,10 @@ if TYPE_CHECKING:
 class Trainer:
     """One rank of a run.
 
+    A stage is a part of the model's layers, and a share the part of a batch that a data-parallel
+    rank computes. A record has the numbers of a step, for metrics.jsonl; events are for
+    events.jsonl.
+
     mesh: None for one process without torch.distributed.
     checkpoint: from which the run resumes, the same on every rank; None: it starts at step 1.
     observers: of the optimizer's steps.
@@ -156,7 +160,8 @@ class Trainer:
         self._is_stopping = False  # True when all ranks know that one was asked to stop
 
     def _build_engine(self, mesh: DeviceMesh | None, observers: Sequence[StepObserver]) -> Engine:
-        """Build the stages of this rank, the optimizer over them, and their engine. Collective."""
+        """Build the stages of this rank and the optimizer over them; return their engine.
+        Collective over the world."""
         config = self.config
         options = replace(
             config.engine_options,
@@ -336,7 +341,8 @@ class Trainer:
         return optional_parts.memory_history(self.rank, self.engine.optimizer, folder)
 
     def _checked_step(self, journal: Journal | None) -> "tuple[StepReport, Shadow | None]":
-        """Take a step. If the sentinel finds that it was computed wrongly, end the run."""
+        """Take a step, and return what `step` does. Raises FaultyHardware, with the event written,
+        if the sentinel finds that the step was computed wrongly."""
         try:
             return self.step()
         except Exception as error:

@@ -57,7 +57,7 @@ class Tables:
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> "Tables":
-        """Return those of all tables by name."""
+        """Return the tables that are among `tables`, all tables of a run by name."""
         return cls(**{field.name: tables[field.name] for field in fields(cls)})
 
     def get(self, key: str) -> Any:

@@ -66,6 +66,7 @@ def main(args: argparse.Namespace) -> int:
     append(args.records, {**begun, "machine": machine})
     remaining = chosen or to_take(planned, read_records(args.records, device))
     with args.records.with_suffix(".log").open("a+b") as log:
+        # a measurement that usually takes longer than is left is not begun
         while remaining and time.monotonic() + remaining[0].usual < end:
             measurement = remaining.pop(0)
             labels = {"measurement": measurement.name, "at": _now(), "on": device}

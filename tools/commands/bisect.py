@@ -249,7 +249,7 @@ def _replay_steps(
         torch.set_num_threads(threads)
     outcome = _replay_verdict(entry | {"from_step": start.step}, records)
     if start.passed_over:
-        # states that differ although they are of the same step are a difference by themselves
+        # Checkpoints of one step that differ are passed over, and are a difference by themselves.
         reasons = list(start.passed_over)
         if "why" in outcome:
             reasons.append(outcome["why"])

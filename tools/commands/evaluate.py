@@ -248,9 +248,9 @@ def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: to
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, documents in documents_by_set.items():
-        progress = (
-            tokens_progress(f"evaluating {name}") if is_first else nullcontext(_ignore_progress)
-        )
+        progress = nullcontext(_ignore_progress)
+        if is_first:
+            progress = tokens_progress(f"evaluating {name}")
         with progress as report:
             scores[name] = score(relay, documents, model.begin, window, stride, report)
         if not scores[name].tokens:

@@ -278,9 +278,10 @@ def certify(
         ready = with_vocabulary(ready, open_corpus(config))
     ready, plan = _planned(ready, options, steps, folder, launcher)
     exact = alone(in_float64(ready))
-    # what is right: one process in float64
+    # what all layouts are compared with: one process in float64
     float64_record = launcher.alone(RecordedRun(exact, plan, folder / "float64"))
-    # the same run from weights moved by rounding: how far float64 itself carries
+    # the same run from weights that are changed by one rounding of float64: how far numbers differ
+    # that are equal but for rounding
     shaken_plan = replace(plan, shaken=EPSILON["fp64"])
     shaken = launcher.alone(RecordedRun(exact, shaken_plan, folder / "shaken"))
     references = list[Reference]()

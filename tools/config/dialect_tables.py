@@ -41,7 +41,17 @@ def resolve_dialect(
         names = " and ".join(f"[precision.{name}]" for name in tables)
         return DialectResult(problems=(Problem.of("config.several_dialects", tables=names),))
     ((name, leaves),) = tables.items()
+    return _resolve_table(settings, name, leaves, known_keys)
 
+
+def _resolve_table(
+    settings: dict[str, Setting],
+    name: str,
+    leaves: dict[str, Setting],
+    known_keys: Collection[str] | None,
+) -> DialectResult:
+    """Return plan, notes and problems of the table of the dialect `name`, and add to `settings` the
+    keys of other tables that it decides. leaves: the values of the table, by dotted path."""
     problems: list[str] = [*_native_conflicts(settings, name)]
     if name == "nxd":
         _add_zero_of_nxd(settings, leaves)

@@ -248,8 +248,6 @@ def open_built(
     sources = training_sources(config)
     datasets = list[IndexedDataset]()
     streams = list[IndexedDataset]()  # the data sets with the token before each document
-    trained = list[Samples]()
-    held_out = list[Samples | None]()
     rule = held_out_rule(config)
     for source, prefix in zip(sources, prefixes, strict=True):
         with naming_settings(config, source):
@@ -259,6 +257,8 @@ def open_built(
         datasets.append(dataset)
     # Decided for a blend as a whole, so that all its batches have a mask, or none has.
     resets = _resets(config.data, datasets)
+    trained = list[Samples]()
+    held_out = list[Samples | None]()
     for source, stream in zip(sources, streams, strict=True):
         train_samples, held_out_samples = _split(config, source, stream, rule, resets)
         trained.append(train_samples)
@@ -279,15 +279,22 @@ def open_built(
     # begins after the samples that the blend has taken of it.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    # An evaluation mixes the data sets by the first weights of the run, wherever the run is.
-    weights = [WeightedStretch.first(blend_phases(config.data).first_weights)]
-    names = [source.name for source in sources]
-    evaluated = [samples for samples in held_out if samples is not None]
     return replace(
         opened,
-        train=Blend(trained, stretches, names),
-        held_out=Blend(evaluated, weights, names) if evaluated else None,
+        train=Blend(trained, stretches, [source.name for source in sources]),
+        held_out=_held_out_blend(config, held_out),
     )
+
+
+def _held_out_blend(config: RunConfig, held_out: Sequence[Samples | None]) -> Blend | None:
+    """Return the held-out samples of all data sets, mixed by the first weights of the run, wherever
+    the run is; None if nothing is held out."""
+    evaluated = [samples for samples in held_out if samples is not None]
+    if not evaluated:
+        return None
+    stretch = WeightedStretch.first(blend_phases(config.data).first_weights)
+    names = [source.name for source in training_sources(config)]
+    return Blend(evaluated, [stretch], names)
 
 
 def _split(

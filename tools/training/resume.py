@@ -518,13 +518,26 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
         following, repeated = divmod(samples * old_length, length)
         return _DataPosition(following, repeated)
+    return _position_in_epochs(samples, old_length, corpus.train, corpus.held_out, config)
 
+
+def _position_in_epochs(
+    samples: int,
+    old_length: int,
+    training: Samples,
+    held_out: Samples | Blend | None,
+    config: RunConfig,
+) -> _DataPosition:
+    """Return where a run goes on in a single data set, after `samples` samples of the old length.
+
+    A sample has a number in the text, counted in samples of one length; the numbers of held-out
+    samples are not trained on. training, held_out: samples of the new length.
+    """
+    length = config.train.seq_length
     old_numbers = training_numbers(
-        corpus.train.dataset, old_length, config.data.held_out, held_out_rule(config)
+        training.dataset, old_length, config.data.held_out, held_out_rule(config)
     )
-    new_numbers = corpus.train.chosen
-    new_epoch_samples = len(corpus.train)
-    # "Numbers" are those of samples in the text; the training part leaves out the held-out ones.
+    new_numbers = training.chosen
     # Whole epochs are counted in samples of the old length, and the rest in tokens.
     epoch, samples_in_epoch = divmod(samples, len(old_numbers))
     next_number = int(old_numbers.numbers(np.int64(samples_in_epoch)))
@@ -534,12 +547,11 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     if new_numbers.index_of(number + 1) == following:
         repeated = 0
     trained_of_held_out = 0
-    if isinstance(corpus.held_out, Samples):
+    if isinstance(held_out, Samples):
         # The borders of the held-out part are at whole samples, and so have moved, too.
         trained = old_numbers if epoch else old_numbers.beginning(samples_in_epoch)
-        held_out = corpus.held_out.chosen
-        trained_of_held_out = trained.shared_tokens(old_length, held_out, length)
-    next_sample = epoch * new_epoch_samples + following
+        trained_of_held_out = trained.shared_tokens(old_length, held_out.chosen, length)
+    next_sample = epoch * len(training) + following
     return _DataPosition(next_sample, repeated, trained_of_held_out)
 
 

@@ -9,7 +9,7 @@ a key that has no effect on these data. Keys that have none beside other keys ar
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -257,18 +257,7 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         long_documents = np.flatnonzero(dataset.document_lengths() >= SHORTEST_DOCUMENT)
         sets[set_name] = _sampled_contents(dataset, long_documents)
 
-    # Only training documents as long as one of the evaluated ones can be equal to it.
-    all_evaluated = held_out.union(*sets.values())
-    token_counts = sorted({len(content) // TOKEN_BYTES for content in all_evaluated})
-    lengths = np.array(token_counts, np.int64)
-    trained = set[bytes]()
-    for part in parts:
-        for document in _training_documents(part, lengths):
-            # Compared as bytes, whose hash a set can look up.
-            content = document.tobytes()
-            if content in all_evaluated:
-                trained.add(content)
-
+    trained = _trained_among(held_out.union(*sets.values()), parts)
     if repeated := held_out & trained:
         yield (
             f"data.held_out: {len(repeated):,} of {len(held_out):,} held-out documents are in the "
@@ -282,6 +271,24 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
                 "are in the training data too, so its loss is no measure for new text: remove "
                 "them from one of the two"
             )
+
+
+def _trained_among(evaluated: set[bytes], parts: Sequence[Samples]) -> set[bytes]:
+    """Return the contents among those of evaluated documents that are training documents too.
+
+    A content is the bytes of a document's token ids, whose hash a set can look up. parts: the
+    training samples of each data set.
+    """
+    # Only training documents as long as one of the evaluated ones can be equal to it.
+    token_counts = sorted({len(content) // TOKEN_BYTES for content in evaluated})
+    lengths = np.array(token_counts, np.int64)
+    trained = set[bytes]()
+    for part in parts:
+        for document in _training_documents(part, lengths):
+            content = document.tobytes()
+            if content in evaluated:
+                trained.add(content)
+    return trained
 
 
 def _sampled_contents(dataset: IndexedDataset, numbers: NDArray[np.int64]) -> set[bytes]:

@@ -139,14 +139,7 @@ class Trainer:
         self._samples_of_step = range(0)  # positions of the last step's global batch
         self._share_of_step: Share | None = None  # of the last step
         self._invariants: Invariants | None = None  # while `run` takes steps
-        if checkpoint:
-            self._resume(checkpoint)
-        elif config.train.init_from:
-            self._begin_with(path_of(config.train.init_from))
-        elif self._shares_drawing:
-            optional_parts.draw_weights(
-                self.engine.stages.values(), self.engine.optimizer, config.train.seed
-            )
+        self._fill_state()
         self._statistics: Any = None  # of weights, gradients and updates, if there are any
         if config.log.statistics:
             layers = _layers_of(self.engine.stages.values())
@@ -201,6 +194,18 @@ class Trainer:
         that the layout of a parameter states."""
         parallel = self.config.parallel
         return bool(parallel.zero) and parallel.copies > 1 and not self.config.model.factory
+
+    def _fill_state(self) -> None:
+        """Load the state of the checkpoint or the weights of train.init_from, or draw the initial
+        weights if building the stages has not. Collective over the world."""
+        train = self.config.train
+        if self.resumed:
+            self._resume(self.resumed)
+        elif train.init_from:
+            self._begin_with(path_of(train.init_from))
+        elif self._shares_drawing:
+            stages = self.engine.stages.values()
+            optional_parts.draw_weights(stages, self.engine.optimizer, train.seed)
 
     def _begin_with(self, folder: Path) -> None:
         """Load the weights of train.init_from, and draw what they lack: rows of new tokens, or

@@ -121,40 +121,40 @@ def _third(device: str, gpus: int) -> Iterator[Measurement]:
     """Yield FP8, experts, long sequences, Muon, what repeats bit for bit, and further peers."""
     on_gpu = device == "cuda"
     layers = _layers(device)
-    few = replace(layers, layers=min(3, layers.layers))
-    two = replace(layers, layers=2)
-    long = TRIAL
+    few_layers = replace(layers, layers=min(3, layers.layers))
+    two_layers = replace(layers, layers=2)
+    long_sequences = TRIAL
     if on_gpu:
-        long = replace(layers, layers=4, tokens=32768, microbatches=1)
+        long_sequences = replace(layers, layers=4, tokens=32768, microbatches=1)
     with_head = WITH_HEAD if on_gpu else TRIAL
-    small = WHOLE_1B if on_gpu else TRIAL
+    whole_1b = WHOLE_1B if on_gpu else TRIAL
     # without Transformer Engine Megatron-core keeps the scores of all tokens
-    short = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
+    short_sequences = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
     for kind in ("current", "delayed"):
         yield _ours(f"megaprec, block, FP8 {kind}", layers, BLOCK, f"fp8.kind={kind}", profile=True)
     experts = ("model.family=mixtral", "model.experts=8")
-    yield _ours("megaprec, block, 8 experts", two, BLOCK, *experts, profile=True)
-    yield _ours("megaprec, block, 32k tokens", long, BLOCK)
+    yield _ours("megaprec, block, 8 experts", two_layers, BLOCK, *experts, profile=True)
+    yield _ours("megaprec, block, 32k tokens", long_sequences, BLOCK)
     yield _ours(f"megaprec, block, {WHOLE_VOCABULARY}", with_head, BLOCK, profile=True)
     yield _peer("torchtitan-like", with_head, f"torchtitan-like, {WHOLE_VOCABULARY}")
     cut = ("probe", f"--device={device}", "--only", "attention of a cut sequence")
     yield Measurement("attention of a cut sequence", cut)
     yield Measurement("optimizer", ("optimizer", f"--device={device}"))
-    yield _ours("megaprec, block, Muon", few, BLOCK, "optimizer.name=muon")
+    yield _ours("megaprec, block, Muon", few_layers, BLOCK, "optimizer.name=muon")
     yield _ours("megaprec, block, deterministic", layers, BLOCK, "train.deterministic=true")
     canonical = ("train.numerics=canonical", "train.threads=8", "train.compile=off")
-    yield _ours("megaprec, canonical", few, *canonical)
+    yield _ours("megaprec, canonical", few_layers, *canonical)
     yield Measurement("recurrent layers", ("recurrent", f"--device={device}"))
-    yield _ours("megaprec, block, Llama 3.2 1B", small, BLOCK)
-    yield _peer("torchtitan-like", small, "torchtitan-like, Llama 3.2 1B")
+    yield _ours("megaprec, block, Llama 3.2 1B", whole_1b, BLOCK)
+    yield _peer("torchtitan-like", whole_1b, "torchtitan-like, Llama 3.2 1B")
     yield _ours("megaprec, leaves", layers, "train.compile=leaves")
     yield _ours("megaprec, block, again", layers, BLOCK)
     yield _peer("torch, compiled", layers, seconds=180, usual=90)
-    yield _peer("Megatron-core", short, "Megatron-core, 2048 tokens")
-    yield _ours("megaprec, block, 2048 tokens", short, BLOCK)
+    yield _peer("Megatron-core", short_sequences, "Megatron-core, 2048 tokens")
+    yield _ours("megaprec, block, 2048 tokens", short_sequences, BLOCK)
     yield _peer("Transformer Engine", layers)
     yield _ours(f"megaprec, off, {WHOLE_VOCABULARY}", with_head, "train.compile=off")
-    products = ("fp8", *few.options)
+    products = ("fp8", *few_layers.options)
     yield Measurement("FP8 products and steps", products, seconds=200, usual=90)
     if gpus > 1:
         yield from _over_tensor_ranks(device)

@@ -306,22 +306,9 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     # the largest batch of which the text has twenty
     batch = next((size for size in BATCH_SIZES if samples >= 20 * size), 1)
     steps = min(MAX_STEPS, max(MIN_STEPS, EPOCHS * samples // batch))
-    preset = args.preset or DEMO_PRESET
     # a tenth fewer than held out, for the tokens of the text are estimated
     surely_held_out = int(0.9 * HELD_OUT * samples)
-
-    values: dict[str, Any] = {"model.preset": preset}
-    if tokens < SMALL_TEXT and args.preset is None:
-        values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
-    if PRESETS[preset].get("vocab"):
-        values["model.vocab"] = 0  # the tokenizer decides, not the preset
-    values["data.source"] = args.source
-    values |= _given_text_options(args)
-    if sizes.vocab_size is None:
-        values["data.tokenizer"] = CHARACTERS
-    else:
-        values["data.vocab_size"] = sizes.vocab_size
-    return values | {
+    return _model_and_text_keys(args, sizes) | {
         "data.held_out": HELD_OUT,
         "precision.compute": "fp32",
         "lr.peak": 3e-4 if args.preset else 2e-3,
@@ -336,6 +323,24 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
         "checkpoint.every": max(1, steps // 4),
         "log.sample": sizes.begins,
     }
+
+
+def _model_and_text_keys(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
+    """Return the keys of the model, which is the demo's or smaller unless --preset names another,
+    of the text, and of its tokenizer."""
+    preset = args.preset or DEMO_PRESET
+    values: dict[str, Any] = {"model.preset": preset}
+    if sizes.tokens < SMALL_TEXT and args.preset is None:
+        values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
+    if PRESETS[preset].get("vocab"):
+        values["model.vocab"] = 0  # the tokenizer decides, not the preset
+    values["data.source"] = args.source
+    values |= _given_text_options(args)
+    if sizes.vocab_size is None:
+        values["data.tokenizer"] = CHARACTERS
+    else:
+        values["data.vocab_size"] = sizes.vocab_size
+    return values
 
 
 def _given_text_options(args: argparse.Namespace) -> dict[str, Any]:

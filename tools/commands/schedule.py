@@ -314,6 +314,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
     mean_forward = sum(cost.forward for cost in costs) / len(costs)
 
     def relative_time(instruction: Instruction) -> float:
+        """Return the FLOPs of an instruction over those of a mean forward pass."""
         return costs[instruction.stage].flops(instruction) / mean_forward
 
     ranks = len(schedule.programs)

@@ -544,15 +544,15 @@ class RunFile:
 
         problems += take_warmup_fraction(settings)
 
-        # of the keys that both decide, those of the run file are stronger
+        # a dialect's plan as native keys: those that the run file gives too are stronger
         plan = self._dialect.plan
         if plan is not None:
             settings = native_settings(plan) | settings
-        # without the preset or the weights, missing keys of the model are no news
-        is_unread = (
+        # where preset or weights could not be read, their problem says why keys of the model are missing
+        lacks_model = (
             bool(self._preset_problems) or self._refuses_weights or isinstance(initial, UserError)
         )
-        incomplete = "model" if is_unread else ""
+        incomplete = "model" if lacks_model else ""
         tables, type_problems = _read_tables(settings, tables_of_a_run(), incomplete)
         problems += [*type_problems, *cross_problems(tables)]
         if problems:

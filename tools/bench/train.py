@@ -223,7 +223,9 @@ class Bench:
         return time.perf_counter() - start
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
-        """Return medians and extremes, and the peak resident memory of every rank. Collective."""
+        """Return the record of the newest steps, of which `seconds` are the times: their speed,
+        medians and extremes, and the peak resident memory of every rank. Collective over the
+        world."""
         # over NCCL, tensors of the CPU cannot be summed
         device = self.engine.device
         memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)

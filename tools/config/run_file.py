@@ -548,7 +548,7 @@ class RunFile:
         plan = self._dialect.plan
         if plan is not None:
             settings = native_settings(plan) | settings
-        # where preset or weights could not be read, their problem says why keys of the model are missing
+        # Where preset or weights could not be read, keys of the model are missing for that reason.
         lacks_model = (
             bool(self._preset_problems) or self._refuses_weights or isinstance(initial, UserError)
         )

@@ -63,7 +63,8 @@ def tokenizer_notes(
 def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
     """Yield a note if data sets were built with different tokenizers.
 
-    records: by prefix; without a record they may be.
+    records: what the builds have recorded, by prefix of the data set; a set without a record is
+    passed over.
     """
     built = [(prefix, record) for prefix, record in records.items() if record]
     if not built:

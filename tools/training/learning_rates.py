@@ -50,8 +50,8 @@ class LearningRates:
         return -(-skipped_samples // batch)  # rounded up
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the first two steps from each end of a part of the schedule on: of warm-up, of the
-        stable phase, and of the whole. Counted as by `at`, where 0 is the next step.
+        """Yield the step at which each part of the schedule ends, warm-up, stable phase and the
+        whole, and the step after it. Steps are counted as by `at`, where 0 is the next one.
         """
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):

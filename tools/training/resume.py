@@ -320,7 +320,7 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     rule = make_rule(config.optimizer)
     numbers = checkpoint.index.get("optimizer")
     missing = [name for name in rule.names if not checkpoint.shapes(name)]
-    # Numbers of a rule of torch begin with the first applied step.
+    # A rule of torch has numbers of its own, such as a count of steps, after its first step.
     if (
         isinstance(rule, TorchRule)
         and read_progress(checkpoint).applied

@@ -116,8 +116,8 @@ def main(args: argparse.Namespace) -> int:
 def _least_seconds(
     steps: Mapping[str, Step], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the least time of each step, after one that warms up: on a CPU the time that the
-    process had it, to which other processes add little."""
+    """Return the least seconds of each step, after a round that warms up. On a CPU they are
+    processor time of this process, to which other processes add little."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name, step in steps.items():

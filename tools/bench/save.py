@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
             folder = Path(args.folder or temporary)
             bench = Bench(config, mesh_of(config, args.device))
             pinned = _time_pinning(bench, args.warmup)
-            # the first one finds that memory
+            # the first round copies into the memory that was just pinned
             first = _time_round(bench, folder / "measured")
             rounds = [first, *(_time_round(bench, folder / "measured") for _ in range(ROUNDS - 1))]
             if dist.get_rank() == 0:

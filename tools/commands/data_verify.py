@@ -127,6 +127,7 @@ def _text_findings(path: str, options: TextOptions) -> Iterator[Finding]:
 
 def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Finding]:
     """Yield the findings on a data set. tokenizer_file: of --tokenizer; None: the one beside it."""
+    # again: the files are read anew, whatever was found of them before
     try:
         dataset = IndexedDataset(prefix, again=True)
     except UserError as error:

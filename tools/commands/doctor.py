@@ -154,7 +154,7 @@ def _kept_checkpoints(config: RunConfig) -> int:
     if settings.every and settings.keep_every:
         # steps that are multiples of both numbers
         never_deleted = steps // math.lcm(settings.every, settings.keep_every)
-    best = int(bool(settings.best))
+    best = 1 if settings.best else 0
     return min(saves, settings.kept.newest + never_deleted + best)
 
 

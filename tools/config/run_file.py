@@ -264,7 +264,7 @@ class RunConfig(BaseModel):
             recompute=self.recompute,
             expert=parallel.expert,
             expert_tensor=parallel.expert_tensor,
-            # the engine knows two ways, and asks for one of them
+            # the engine asks for one of the two ways; the other is "gather"
             ring=parallel.context_by == "ring",
             frozen=self.optimizer.frozen,
             seed=self.train.seed,

@@ -150,8 +150,8 @@ def _has_alternatives(field: FieldInfo) -> bool:
 
 
 def _example(table_class: type[BaseModel], finding: ErrorDetails) -> str:
-    """Return an example of a key that holds a table or a list, if its value is none or has items of
-    another type."""
+    """Return ", like " and an example of a key that holds a table or a list, if its value is no
+    table or no list; else ""."""
     field = table_class.model_fields[str(finding["loc"][0])]
     bracket = "[" if get_origin(field.annotation) is tuple else "{"
     example = example_in_help(field, bracket)

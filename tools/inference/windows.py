@@ -125,8 +125,9 @@ def read_documents(
 def _predicted_sizes(
     documents: Iterable[TokenizedDocument], model: LoadedModel[Stage]
 ) -> Iterator[TokenizedDocument]:
-    """Yield the documents without the bytes of their first token, which no token of a model without
-    a begin token predicts. Where a token has no number of bytes, they are not known."""
+    """Yield the documents with the size of what the model predicts of them, in bytes: without a
+    begin token, all but the first token. The size is None where that token has no number of bytes.
+    """
     if model.begin is not None:
         yield from documents
         return

@@ -201,7 +201,8 @@ def _identify(
 ) -> DataSet:
     """Return the identity of a data set.
 
-    points: its weights. record: what its build has recorded, if anything.
+    points: (sample from which it holds, weight) of each of its weights. record: of its build, if
+    there is one.
     """
     _, first_weight = points[0]
     return DataSet(

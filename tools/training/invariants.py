@@ -72,9 +72,9 @@ class Invariants:
         self._begin = begin
         self._is_saved = is_saved
         self._is_first = True  # no step of this process was taken
-        self._awaits_movement = True
+        self._awaits_movement = True  # no step of this process has moved the weights
         self._has_compared_skip = False
-        self._watches = False
+        self._watches = False  # the movement of the present step is compared
         self._tokens_here = 0.0  # of this rank's shares, by their masks
         self._samples = begin.samples
         self._applied = begin.applied
@@ -104,7 +104,8 @@ class Invariants:
         return dict(self._findings)
 
     def before(self, step: int) -> None:
-        """Prepare for the step of this number, from 1."""
+        """Prepare to compare the movement of the weights in the step of this number, from 1, if it
+        is: in each step until one moves them, then in those that are saved."""
         if self._awaits_movement:
             self._watches = True
         elif self._is_saved(step):
@@ -116,7 +117,7 @@ class Invariants:
     def after(
         self, report: StepReport, progress: TrainState, share: Share, ends: bool
     ) -> list[tuple[str, str]]:
-        """Return the invariants that the step has broken first, and how.
+        """Return (name, what is wrong) of each invariant that this step is the first to break.
 
         progress: after the step. share: of this rank. ends: it is the last step of this process.
         """
@@ -124,6 +125,7 @@ class Invariants:
         in_samples = self._config.lr.unit == "samples"
         completed = self._applied_samples if in_samples else self._applied
         self._add(report, share)
+        # sums over ranks and comparisons of copies take time: not after each step
         looks = self._is_first or ends or self._is_saved(step)
         problems = [(RATE, self._rate_problem(report, completed, looks))]
         problems.append((TOKENS, self._samples_problem(progress)))

@@ -195,6 +195,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
+        """Return the process ID of each rank started. Raises SignalException, with no rank
+        started, if a signal came before."""
         if received := self._ranks.received:
             raise SignalException(f"got {received.name}", received)
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

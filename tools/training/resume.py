@@ -77,8 +77,8 @@ def check_resumable(
     """Raise UserError if the run cannot resume from the newest checkpoint in its folder.
 
     corpus: None before the data is open; then only keys are compared, and former folders of the
-    run's checkpoints are looked at. allowed: differences that are
-    accepted, of `data_identity.ALLOW`.
+    run's checkpoints are looked at. allowed: differences that are accepted, of
+    `data_identity.ALLOW`.
     """
     # once is enough: a former place may be at a URL that does not answer
     checkpoint, branches = _checked_start(config, looks_at_former=corpus is None)

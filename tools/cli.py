@@ -112,7 +112,7 @@ def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
         optional_parts.note_failure(error)
     cause = as_user_error(error)
-    # where a rank was short of memory, its launcher may start it again, and its traceback says
+    # a rank ends with its traceback, for its launcher may start it again
     if isinstance(error, MemoryError) and not is_local_rank():
         cause = UserError.of("command.no_memory")
     if isinstance(cause, Stopped):  # the first rank has printed it

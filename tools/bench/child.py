@@ -75,7 +75,7 @@ class Child:
         self.last_words = _last_line(written)
 
     def reason(self, seconds: float) -> str:
-        """Return why there is no more, in one line: of a process that has ended or was ended after
+        """Return why the process gives no more lines, in one line. It has ended, or was ended after
         `seconds`."""
         if self.code is None:
             return f"not done after {seconds:.0f} s"

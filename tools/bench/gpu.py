@@ -107,7 +107,7 @@ def _tell(args: argparse.Namespace, remaining: Sequence[Measurement]) -> int:
     if failed:
         names = " ".join(f'"{name}"' for name in to_repeat(records))
         print(f"again      python -m tools.bench gpu --only {names}")
-    return int(bool(failed))
+    return 1 if failed else 0
 
 
 def outline(record: Mapping[str, Any]) -> str:

@@ -255,7 +255,7 @@ def _collectives(device: torch.device, device_type: str) -> dict[str, Any]:
 
 
 def _refused(dtype: torch.dtype, device: torch.device) -> list[str] | str:
-    """Return the collectives that refuse a dtype, each with its reason."""
+    """Return the collectives that refuse a dtype, each with its reason, or "all taken"."""
     tensor = torch.ones(64, device=device).to(dtype)
     calls: dict[str, Callable[[], object]] = {
         "sum": lambda: dist.all_reduce(tensor),

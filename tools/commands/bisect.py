@@ -98,8 +98,8 @@ def main(args: argparse.Namespace) -> int:
 def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> dict[str, Any]:
     """Return the document: what the records say, what the replay says, and the verdict.
 
-    first, second: the runs, with their records. exact: every bit must be equal, as in one layout.
-    max_steps: the most that are taken again. replay_anyway: also if the records agree.
+    first, second: the runs, with their records. max_steps: the most that are taken again.
+    replay_anyway: take steps again also if the records agree.
     """
     exact = must_be_equal(first.config, second.config)
     records = compare_records(first, second, exact)

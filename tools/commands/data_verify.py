@@ -257,7 +257,7 @@ def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any
 
 
 def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding:
-    """Return whether the loss mask is the one that was recorded."""
+    """Return the finding on the loss mask: good if it is the one that was recorded."""
     file = with_suffix(dataset.prefix, LOSS_MASK)
     if not dataset.has_mask:
         return BAD, "hash", f"{file.name} is missing: copy it again or build it again"

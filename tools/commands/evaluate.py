@@ -354,14 +354,14 @@ def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
             f"{path}: bytes are those of the decoded tokens, for no build has recorded those of "
             "the text"
         )
-    # None: another file, of which it is not known whether its tokens mean the same
-    built = has_built(model.tokenizer, record) if record else True
-    if built is None:
+    # None: the file is another one, and it is not known whether its tokens mean the same
+    is_of_build = has_built(model.tokenizer, record) if record else True
+    if is_of_build is None:
         yield (
             f"{path} was built with another file than {model.tokenizer.path}: their tokens must "
             "mean the same"
         )
-    elif not built:
+    elif not is_of_build:
         yield (
             f"{path} was built with another tokenizer than {model.tokenizer.path}: equal ids mean "
             "other tokens"

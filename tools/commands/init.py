@@ -360,7 +360,7 @@ def _given_text_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _new_run_folder(source: str) -> str:
-    """Return a new folder for the run that is no part of the text."""
+    """Return a folder for the run that does not exist yet, outside of the folder of the text."""
     if is_url(source):
         source = without_query(source)
     path = Path(source).expanduser()

@@ -625,8 +625,8 @@ def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -
 
 
 def _show_progress(done: int, total: int, best: Planned | None) -> None:
-    """Show on a terminal how many layouts are done and the fastest so far; elsewhere one line
-    before they are."""
+    """Show on a terminal how many layouts are done, and the fastest so far. Elsewhere print one
+    line before the first is planned."""
     if not sys.stderr.isatty():
         if done == 0:
             print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)

@@ -78,7 +78,7 @@ def _split_layer(name: str) -> tuple[str, int]:
 
 
 def layer_spans(counts: Mapping[int, int]) -> Iterator[tuple[str, int]]:
-    """Return ranges of consecutive layers as "0-5", with the sum of their elements.
+    """Yield ranges of consecutive layers as "0-5", with the sum of their elements.
 
     counts: elements by layer.
     """

@@ -252,7 +252,8 @@ class RunConfig(BaseModel):
 
     @property
     def engine_options(self) -> EngineOptions:
-        """The options of the run's engine; initial weights are drawn, and nothing is compiled."""
+        """Return the options of the run's engine: initial weights are drawn, and nothing is
+        compiled."""
         parallel = self.parallel
         return EngineOptions(
             micro_batch=self.train.micro_batch,
@@ -501,7 +502,8 @@ class RunFile:
     @property
     def origin_of_model(self) -> Path | None:
         """Return the folder of train.branch_from if no key of [model] is given but those that a
-        branch may change (`CONTEXT_KEYS`); None if there is none, or none that a path can name."""
+        branch may change (`CONTEXT_KEYS`); else None, and where the run is no branch or the value
+        is no path."""
         changeable = {f"model.{key}" for key in CONTEXT_KEYS}
         given = {key for key in self.settings if key.startswith("model.")}
         if not given <= changeable:
@@ -569,7 +571,7 @@ class RunFile:
         return self.path is not None and is_resolved(self.path)
 
     def _written_keys(self) -> set[str]:
-        """Return the keys that the user wrote and means for this run, whose idle ones are told.
+        """Return the keys that the user wrote and means for this run: those told if they are idle.
 
         The keys of a resolved run do not count: it has all of them, and the idle ones were told
         when the run began. Nor do periods of the file (`PERIODS`) if the command line gives

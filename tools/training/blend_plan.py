@@ -83,7 +83,7 @@ def set_plans(config: RunConfig, corpus: Corpus) -> list[SetPlan]:
 
 
 def phase_plans(config: RunConfig, corpus: Corpus) -> list[PhasePlan]:
-    """Return the phases that the run reaches."""
+    """Return the plan of each phase that the run reaches."""
     total = config.total_samples
     phases = blend_phases(config.data)
     begins = [begin for begin in phases.begins if begin < total]

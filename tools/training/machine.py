@@ -223,7 +223,7 @@ def bound_product_caches() -> None:
     on a CPU, unless the environment says how many. Before the first product of this process.
 
     They keep one for each number of rows, half a MiB each, and up to a thousand of them: the rows
-    of an expert are others in each step. Of how many are kept the bits of a product do not depend.
+    of an expert are others in each step. The bits of a product do not depend on how many are kept.
     """
     for name in PRODUCT_CACHES:
         os.environ.setdefault(name, str(KEPT_KERNELS))

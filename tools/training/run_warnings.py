@@ -274,7 +274,7 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _trained_among(evaluated: set[bytes], parts: Sequence[Samples]) -> set[bytes]:
-    """Return the contents among those of evaluated documents that are training documents too.
+    """Return the contents of evaluated documents that are those of training documents, too.
 
     A content is the bytes of a document's token ids, whose hash a set can look up. parts: the
     training samples of each data set.

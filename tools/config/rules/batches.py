@@ -44,9 +44,11 @@ def _batch_schedule(train: Train) -> Iterator[str]:
     yield from changes_problems(train)
     if not train.batch_schedule:
         return
-    _, last = train.batch_schedule[-1]
-    if last != train.global_batch:
-        yield Problem.of("config.batch_schedule_last", last=last, global_batch=train.global_batch)
+    _, last_batch = train.batch_schedule[-1]
+    if last_batch != train.global_batch:
+        yield Problem.of(
+            "config.batch_schedule_last", last=last_batch, global_batch=train.global_batch
+        )
 
 
 def _batch_schedule_of_file(train: Train, parallel: Parallel) -> Iterator[str]:

@@ -254,9 +254,9 @@ def _shorter_sequences(
             *virtual_sizes(of_length, model),
         ]
         for problem in problems:
-            before = f"train.seq_schedule [{samples}, {length}]: "
+            prefix = f"train.seq_schedule [{samples}, {length}]: "
             # every rule yields problems, which are texts
-            yield problem.within(before) if isinstance(problem, Problem) else before + problem
+            yield problem.within(prefix) if isinstance(problem, Problem) else prefix + problem
         if problems:
             return
 

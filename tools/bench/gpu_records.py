@@ -23,10 +23,10 @@ MAY_BE_ABSENT = ("torch", "Megatron-core", "Transformer Engine", "fused gathers"
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to the file, as one line."""
-    # a machine that went away may have left half a line
-    is_cut_off = path.is_file() and not path.read_bytes().endswith(b"\n")
+    written = path.read_bytes() if path.is_file() else b""
     with path.open("a", encoding="utf-8") as file:
-        if is_cut_off and path.stat().st_size:
+        # a machine that went away may have left half a line
+        if written and not written.endswith(b"\n"):
             file.write("\n")
         file.write(f"{json.dumps(record)}\n")
 

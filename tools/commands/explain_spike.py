@@ -240,16 +240,16 @@ def _show_found(folder: Path, found: FoundSpikes, notes: Sequence[str]) -> None:
         return
     console = table_console()
     print(f"{folder}: {counted(len(found.spikes), 'spike')} in {judged}")
-    rows = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     columns = ("step", "outcome", "loss", "its limit", "gradient norm", "its limit", "lr", "tokens")
     for column in columns:
-        rows.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", overflow="fold")
     shown = found.spikes[-MOST_LISTED:]
     if len(shown) < len(found.spikes):
-        rows.caption = f"and {len(found.spikes) - len(shown)} before them: --json has all"
+        table.caption = f"and {len(found.spikes) - len(shown)} before them: --json has all"
     for spike in shown:
-        rows.add_row(*_cells(spike))
-    console.print(rows)
+        table.add_row(*_cells(spike))
+    console.print(table)
 
 
 def _cells(spike: RecordedSpike) -> Iterator[Text]:
@@ -298,13 +298,13 @@ def _show_causes(console: Console, causes: Sequence[Cause]) -> None:
         names = ", ".join(cause.name for cause in causes)
         console.print(Text(f"not tried ({names}): {causes[0].evidence}"))
         return
-    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    rows.add_column(no_wrap=True)
-    rows.add_column(no_wrap=True)
-    rows.add_column(overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for cause in causes:
-        rows.add_row(cause.name, cause.verdict, Text(cause.evidence))
-    console.print(rows)
+        table.add_row(cause.name, cause.verdict, Text(cause.evidence))
+    console.print(table)
 
 
 def _cause_in_words(explained: Explained) -> str:
@@ -333,18 +333,18 @@ def _origin(seen: Examination) -> str:
 
 def _sample_table(samples: Sequence[NamedSample]) -> Table:
     """Return the table of samples, a row for each of their documents."""
-    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows.add_column("sample", justify="right")
-    rows.add_column("loss", justify="right")
-    rows.add_column("document", justify="right")
-    rows.add_column("tokens", justify="right")
-    rows.add_column("loss", justify="right")
-    rows.add_column("begins with", overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("sample", justify="right")
+    table.add_column("loss", justify="right")
+    table.add_column("document", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("loss", justify="right")
+    table.add_column("begins with", overflow="fold")
     for sample in samples:
         name = str(sample.id)
         loss = f"{sample.loss:.4g}"
         for document in sample.documents[:MOST_DOCUMENTS]:
-            rows.add_row(
+            table.add_row(
                 name,
                 loss,
                 str(document.number),
@@ -355,7 +355,7 @@ def _sample_table(samples: Sequence[NamedSample]) -> Table:
             # further documents stand below the first, without repetition
             name = ""
             loss = ""
-    return rows
+    return table
 
 
 def _tensor_table(measure: str, tensors: Sequence[MovedTensor]) -> Table:
@@ -363,16 +363,16 @@ def _tensor_table(measure: str, tensors: Sequence[MovedTensor]) -> Table:
 
     measure: what the size is, such as "norm".
     """
-    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows.add_column("tensor", overflow="fold")
-    rows.add_column(measure, justify="right")
-    rows.add_column("ordinary", justify="right")
-    rows.add_column("times", justify="right")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column(measure, justify="right")
+    table.add_column("ordinary", justify="right")
+    table.add_column("times", justify="right")
     for tensor in tensors:
-        rows.add_row(
+        table.add_row(
             tensor.what,
             f"{tensor.spiking:.3g}",
             f"{tensor.ordinary:.3g}",
             f"{tensor.factor:.3g}",
         )
-    return rows
+    return table

@@ -215,7 +215,7 @@ def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
 def plan_table(understood: PrecisionOfFile, short: bool = False) -> Table:
     """Return a table with a row per field of the plan and per other key that was decided.
 
-    short: show only the names of files, for a terminal is narrow.
+    short: show only the names of files, as on a narrow terminal.
     """
 
     def origin_text(origin: str) -> str:

@@ -252,8 +252,7 @@ class RunConfig(BaseModel):
 
     @property
     def engine_options(self) -> EngineOptions:
-        """Return the options of the run's engine: initial weights are drawn, and nothing is
-        compiled."""
+        """The options of the run's engine: initial weights are drawn, and nothing is compiled."""
         parallel = self.parallel
         return EngineOptions(
             micro_batch=self.train.micro_batch,

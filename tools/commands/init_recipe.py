@@ -82,8 +82,10 @@ def _beginnings(source: str) -> dict[str, str]:
 
 
 def _print_notes(recipe: Recipe, source: str | None) -> None:
-    """Print the title of a recipe and what it needs and reaches, which is not said of another text,
-    `source`, and of that text if it is not there yet."""
+    """Print the title of a recipe, and what it needs and reaches with its own text.
+
+    source: another text that is given in place of it, which may not be there yet; None: its own.
+    """
     say(f"recipe     {recipe.title}")
     begins: dict[str, str] = {}
     if source is not None:

@@ -488,7 +488,8 @@ class RunFile:
         return kind is not None and kind.value in ("mean", "zero", "random")
 
     def _folder_of(self, key: str) -> Path | None:
-        """Return the folder or file that a key names; None if it names none that a path can."""
+        """Return the folder or file that a key names; None if it has no value, or one that its
+        checks refuse."""
         setting = self.settings.get(key)
         # the checks of the table's types report a value that cannot be
         if setting is None or not isinstance(setting.value, str) or not setting.value:

@@ -66,7 +66,8 @@ def _zero_sums(model: Relay, count: int) -> Tensor:
 
 
 def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
-    """Return [b, 2] on the first tensor rank of the last stage, zeros on others."""
+    """Return [b, 2]: of each window the log probability of its targets that count, and how many of
+    them are not the likeliest token. Zeros but on the first tensor rank of the last stage."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
     stage = model.last_stage

@@ -345,12 +345,12 @@ def _difference_text(first: dict[str, Any] | None) -> str:
     """Return the first difference of the records in words."""
     if not first:
         return "no difference"
-    time = "in the state loaded after step" if first.get(LOADED) else "after step"
+    moment = "in the state loaded after step" if first.get(LOADED) else "after step"
     others = ""
     if first["others"]:
         others = f" and {first['others']} more"
     values = " | ".join(first["values"])
-    return f"first difference {time} {first['step']}: {first['what']}{others} ({values})"
+    return f"first difference {moment} {first['step']}: {first['what']}{others} ({values})"
 
 
 def _location_lines(replay: dict[str, Any]) -> list[tuple[str, str]]:

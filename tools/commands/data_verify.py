@@ -245,7 +245,7 @@ def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> It
 
 
 def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any]) -> Finding:
-    """Return whether a file of the data set has the bytes that were recorded."""
+    """Return the finding on a file of the data set: good if it has the bytes that were recorded."""
     file = with_suffix(dataset.prefix, f".{suffix}")
     has_ids = suffix == "bin" and dataset.dtype.kind != "f"
     # the ids have been scanned just now; of other files an earlier scan may be remembered
@@ -268,7 +268,7 @@ def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding
 
 
 def _recorded_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer) -> Finding:
-    """Return whether the data set was built with this tokenizer and its settings."""
+    """Return the finding on the tokenizer: good if the data set was built with it and its settings."""
     path = tokenizer.path
     if not has_built(tokenizer, record):
         return BAD, "tokenizer", f"{path} is not the one that the data set was built with"

@@ -113,7 +113,8 @@ def main(args: argparse.Namespace) -> int:
 def _chosen(
     found: FoundSpikes, records: Sequence[Mapping[str, Any]], args: argparse.Namespace
 ) -> Sequence[RecordedSpike]:
-    """Return the spikes to explain."""
+    """Return the spikes to explain: the last ones, or the step of --step, spike or not. Raises
+    UserError if that step has no finite record."""
     if args.step is None:
         return found.spikes[-args.last :]
     for spike in found.spikes:

@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main_show(args: argparse.Namespace) -> int:
     """Run `megaprec precision show`; return the exit code."""
     understood = read_precision(args.file, args.overrides)
-    scene = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
-    warnings = advice(scene)
+    planned_run = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
+    warnings = advice(planned_run)
     # otherwise they stand below the tables
     if args.strict:
         tell_notes(understood.notes, strict=True)

@@ -394,8 +394,8 @@ def _tokens_around_documents(
 
 
 def open_run_data(config: RunConfig) -> Corpus:
-    """Open the data that a run was trained on, from the files in its folder. Builds nothing. Raises
-    UserError if they no longer exist.
+    """Return the data that a run was trained on, opened from the files in its folder. Builds
+    nothing. Raises UserError if they no longer exist.
     """
     sources = training_sources(config)
     tokenizer_file = existing_tokenizer(config)

@@ -124,8 +124,8 @@ def naming_settings(config: RunConfig, source: DataSource | None, *keys: str) ->
             key = "data.tokenizer"
             name = config.data.tokenizer
         hint = optional_parts.working_directory_hint(config.origin(key), name)
-        before = f"{', '.join(settings)}: "
-        problems = [problem.within(before, hint) for problem in error.problems]
+        prefix = f"{', '.join(settings)}: "
+        problems = [problem.within(prefix, hint) for problem in error.problems]
         raise UserError(*problems) from error
 
 

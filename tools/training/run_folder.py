@@ -107,7 +107,8 @@ def _would_be_read(folder: Path, source: str) -> bool:
 
 
 def lock_folder(config: RunConfig) -> AbstractContextManager[None]:
-    """Lock the run folder, so that no other process trains in it. Raises UserError if one does."""
+    """Return the context in which the run folder is locked, so that no other process trains in it.
+    Raises UserError if one does."""
 
     def refuse() -> None:
         raise UserError.of("command.folder_in_use", folder=config.train.folder)

@@ -268,7 +268,7 @@ def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding
 
 
 def _recorded_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer) -> Finding:
-    """Return the finding on the tokenizer: good if the data set was built with it and its settings."""
+    """Return the finding on a tokenizer: good if it built the data set, with the same settings."""
     path = tokenizer.path
     if not has_built(tokenizer, record):
         return BAD, "tokenizer", f"{path} is not the one that the data set was built with"

@@ -32,8 +32,8 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(path: Path, device: str = "") -> list[Record]:
-    """Return the records of a device, or of that of the newest call: of a measurement that was
-    taken again the newest ones, of a test its newest."""
+    """Return the newest records of each measurement and of each test on a device. device: "" for
+    that of the newest call."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -21,7 +21,7 @@ def rate_of(lr: LR, completed: int, length: int) -> float:
     done = (completed - begin) / max(1, length - begin)
     # after the length of the schedule the rate stays
     done = min(1.0, max(0.0, done))
-    # of the rate between lr.final, 0, and lr.peak, 1
+    # 1 is lr.peak, 0 is lr.final
     heights = {
         "constant": 1.0,
         "linear": 1 - done,

@@ -282,9 +282,8 @@ class Digests:
     def _event(self, progress: TrainState, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the event of the state as it is now. fields: about the step or the load."""
         tensor_digests = self._state.make()
-        numbers = (
-            self._optimizer.saved_numbers()
-        )  # the loss scaler's and counts, beside the tensors
+        # the loss scaler's and counts, beside the tensors
+        numbers = self._optimizer.saved_numbers()
         progress_fields = asdict(progress)
         return {
             "event": DIGEST,

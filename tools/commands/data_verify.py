@@ -161,7 +161,7 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
 
 
 def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield whether all token ids are those of tokens."""
+    """Yield a finding on the token ids: good if each is that of a token."""
     try:
         dataset.require_integer_ids()
     except UserError as error:

@@ -124,9 +124,9 @@ def _length_schedule(train: Train) -> Iterator[str]:
     for (earlier, _), (later, _) in pairwise(changes):
         if later <= earlier:
             yield Problem.of("config.seq_schedule_order", earlier=earlier, later=later)
-    _, last = changes[-1]
-    if last != train.seq_length:
-        yield Problem.of("config.seq_schedule_last", last=last, seq_length=train.seq_length)
+    _, last_length = changes[-1]
+    if last_length != train.seq_length:
+        yield Problem.of("config.seq_schedule_last", last=last_length, seq_length=train.seq_length)
     for samples, length in changes:
         if train.seq_length % length:
             yield Problem.of(

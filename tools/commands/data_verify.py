@@ -188,7 +188,7 @@ def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterat
 
 
 def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield whether documents are empty, and whether each ends as the tokenizer says."""
+    """Yield findings on documents: if some are empty, and if each ends as the tokenizer says."""
     lengths = dataset.document_lengths()
     if empty := int((lengths == 0).sum()):
         yield NOTE, "documents", f"{empty:,} of {len(lengths):,} are empty"
@@ -218,7 +218,7 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
 
 
 def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield whether the data set is what `megaprec data build` recorded of it."""
+    """Yield findings on the data set: if it is what `megaprec data build` recorded of it."""
     path = with_suffix(dataset.prefix, ".json")
     if not is_there(dataset.prefix, ".json"):
         reason = (

@@ -540,8 +540,8 @@ class Trainer:
         return events
 
     def _invariant_events(self, report: StepReport) -> Iterator[dict[str, Any]]:
-        """Yield an event for each invariant that the step has broken first, and after the first
-        and the last step of this process what is known of all. Collective over the world."""
+        """Yield an event for each invariant that the step is the first to break, and after the
+        last step of this process one with what is known of all. Collective over the world."""
         invariants = self._invariants
         share = self._share_of_step
         if invariants is None or share is None:

@@ -190,8 +190,8 @@ def overflow_event(
     overflow_monitor: OverflowMonitor,
     samples_in_order: Samples | Blend,
 ) -> dict[str, Any]:
-    """Return the record for events.jsonl of a step that was not finite, skipped or applied all the
-    same.
+    """Return the record for events.jsonl of a step that was not finite, and was skipped, or applied
+    nevertheless.
 
     samples: positions of the global batch in the run's order. samples_in_order: the samples in that
     order, which have numbers in their data set; in a blend with the name of the data set.

@@ -112,7 +112,7 @@ def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
         optional_parts.note_failure(error)
     cause = as_user_error(error)
-    # where a rank was short of memory, its launcher may start it again, and its traceback says
+    # a rank ends with its traceback, for its launcher may start it again
     if isinstance(error, MemoryError) and not is_local_rank():
         cause = UserError.of("command.no_memory")
     if isinstance(cause, Stopped):  # the first rank has printed it
@@ -152,10 +152,11 @@ def _print_document(problems: Iterable[Problem]) -> None:
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:
-    """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
-    trains."""
-    # the last attempt is below: its error is the user's
-    for _ in range(MAX_ATTEMPTS - 1 if COMMANDS[args.command].repeatable else 0):
+    """Run a command and return its exit code. A command that may be repeated is run again if a
+    checkpoint that it read was replaced meanwhile by a run that trains."""
+    attempts = MAX_ATTEMPTS if COMMANDS[args.command].repeatable else 1
+    # all but the last, whose error is the user's
+    for _ in range(attempts - 1):
         start = time.time()
         try:
             return int(args.run(args))
@@ -185,6 +186,8 @@ class _Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
+        """Tell an error to `megaprec.train`, with `--json` as the document, or else on stderr, and
+        exit with code 2."""
         error = UserError(message + _hint_at_dashes(message))
         if _tell_program(error):
             self.exit(2)
@@ -261,8 +264,9 @@ def _described_commands() -> str:
     lines = list[str]()
     for group in GROUPS:
         lines.append(f"{group}:")
-        members = {name: each for name, each in COMMANDS.items() if each.group == group}
-        lines += [f"  {name:20}{each.help}" for name, each in members.items()]
+        for name, command in COMMANDS.items():
+            if command.group == group:
+                lines.append(f"  {name:20}{command.help}")
         lines.append("")
     return "\n".join([*lines, "megaprec COMMAND --help describes a command."])
 
@@ -314,8 +318,8 @@ def _require_texts(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
 
 
 def _empty_argument(words: Sequence[str]) -> str:
-    """Return what has an empty value, as a variable of a shell that is not set gives it; "" if
-    nothing has."""
+    """Return in words which argument or option is an empty text, as a variable of a shell that is
+    not set gives it; "" if none is."""
     if words[0] == "import-args":
         # the words behind the first are Megatron-LM's
         return 'the argument behind "import-args"' if words[1:2] == [""] else ""
@@ -349,7 +353,8 @@ def _take_overrides(
 def _override_hint(words: Sequence[str]) -> str:
     """Return a hint for an override that is written as an option, such as --train.steps=14; empty
     if there is none."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    # the value may be the word that follows
+    for word, following in pairwise([*words, ""]):
         name, sign, value = word.lstrip("-").partition("=")
         # no option has a dot in its name
         if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):

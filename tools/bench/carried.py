@@ -33,8 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if earlier.is_file() and not records.exists():
         shutil.copy(earlier, records)
     site = _install()
-    found = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(site), str(ROOT), *([found] if found else [])])
+    folders = [str(site), str(ROOT)]
+    if given_path := os.environ.get("PYTHONPATH"):
+        folders.append(given_path)
+    path = os.pathsep.join(folders)
     command = [sys.executable, "-m", "tools.bench", "gpu", "--records", str(records)]
     command += ["--page", str(records.with_suffix(".md")), *of_gpu]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode

@@ -75,7 +75,7 @@ class Child:
         self.last_words = _last_line(written)
 
     def reason(self, seconds: float) -> str:
-        """Return why there is no more, in one line: of a process that has ended or was ended after
+        """Return why the process gives no more lines, in one line. It has ended, or was ended after
         `seconds`."""
         if self.code is None:
             return f"not done after {seconds:.0f} s"
@@ -88,7 +88,8 @@ class Child:
 def _read_lines(
     process: subprocess.Popen[bytes], pipe: int, seconds: float, silence: float
 ) -> Iterator[str]:
-    """Yield lines until the process has ended, which it has at the latest when a time is over."""
+    """Yield the lines that a process writes to `pipe` until it has ended, or the time is over:
+    `seconds` in all, or `silence` seconds without a line."""
     now = time.monotonic()
     end = now + seconds
     heard = now

@@ -77,7 +77,7 @@ def product_record(name: str, shape: Shape, kind: Kind, workload: Workload) -> d
         "shape": str(shape),
         "kind": kind,
         "bf16_ms": _milliseconds(times.wide),
-        # forward, gradient of the input, gradient of the weight: each has as many
+        # forward, gradient of the input, gradient of the weight: each has as many FLOPs
         "tflops_bf16": round(3 * shape.flops / times.wide / 1e12, 2),
         "fp8_products_ms": _milliseconds(times.products),
         "casts_ms": _milliseconds(times.casts),

@@ -85,8 +85,8 @@ def ways_of(
     ffn: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Ways]:
-    """Return both ways of each place, on this rank's random tensors. Their calls are collective
-    over tp."""
+    """Return for each place in a layer its product and transfer, apart and fused, as functions on
+    this rank's random tensors. Their calls are collective over tp."""
     generator = torch.Generator(device).manual_seed(tp.rank)
 
     def random(rows: int, columns: int) -> Tensor:

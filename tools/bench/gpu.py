@@ -66,6 +66,7 @@ def main(args: argparse.Namespace) -> int:
     append(args.records, {**begun, "machine": machine})
     remaining = chosen or to_take(planned, read_records(args.records, device))
     with args.records.with_suffix(".log").open("a+b") as log:
+        # a measurement that usually takes longer than is left is not begun
         while remaining and time.monotonic() + remaining[0].usual < end:
             measurement = remaining.pop(0)
             labels = {"measurement": measurement.name, "at": _now(), "on": device}
@@ -106,7 +107,7 @@ def _tell(args: argparse.Namespace, remaining: Sequence[Measurement]) -> int:
     if failed:
         names = " ".join(f'"{name}"' for name in to_repeat(records))
         print(f"again      python -m tools.bench gpu --only {names}")
-    return int(bool(failed))
+    return 1 if failed else 0
 
 
 def outline(record: Mapping[str, Any]) -> str:
@@ -143,10 +144,13 @@ def _now() -> str:
 
 
 def _commit() -> str:
+    """Return the commit of the clone, or the one that was packed; "not known" without either."""
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
-    # git prints nothing where there is no clone; then it may have been packed
+    # git prints nothing where there is no clone
+    commit = git.stdout.strip()
     packed = ROOT / ".gpu" / "commit"
-    found = git.stdout.strip() or (packed.read_text("utf-8") if packed.is_file() else "")
-    return found or "not known"
+    if not commit and packed.is_file():
+        commit = packed.read_text("utf-8")
+    return commit or "not known"

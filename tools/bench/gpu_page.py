@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench gpu-page`."""
+    """Run `python -m tools.bench gpu-page`; return the exit code."""
     write_page(args.records, args.page)
     print(f"written    {args.page}, from {args.records}")
     return 0
@@ -78,7 +78,7 @@ def with_results(page: str, machine: Mapping[str, str], records: Sequence[Record
 
 
 def _kind_of(record: Record) -> str:
-    """Return what a record is of."""
+    """Return what kind of record this is: of an ending, a test, a profile, steps, or other."""
     if record["measurement"] == CALL or any(name in record for name in ENDINGS):
         return "ending"
     if "outcome" in record:

@@ -250,6 +250,7 @@ def megatron_core(workload: Workload) -> Step:
 
 
 def _megatron_config(workload: Workload) -> Any:
+    """Return Megatron-core's configuration of the workload's layers."""
     return _module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=workload.layers,
         hidden_size=workload.hidden,
@@ -281,6 +282,7 @@ def _megatron_layer() -> Any:
 
 
 def _megatron_step(workload: Workload, model: Any, optimizer: Any) -> Step:
+    """Return a step of Megatron-core's model with its optimizer, which returns the mean loss."""
     batches = workload.batches()
     positions = torch.arange(workload.tokens, device=workload.device)[None]
     square = (1, 1, workload.tokens, workload.tokens)

@@ -86,7 +86,8 @@ def measurements(device: str) -> list[Measurement]:
 
 
 def _first(device: str) -> Iterator[Measurement]:
-    """Yield what tells most: what the machine can do, whether training is right, and its speed."""
+    """Yield the measurements that tell most: of what the machine can do, whether training is right,
+    and its speed."""
     layers = _layers(device)
     yield Measurement("machine", ("probe", f"--device={device}"), usual=25)
     for name in LAWS_OF_FIRST_PART:
@@ -120,39 +121,40 @@ def _third(device: str, gpus: int) -> Iterator[Measurement]:
     """Yield FP8, experts, long sequences, Muon, what repeats bit for bit, and further peers."""
     on_gpu = device == "cuda"
     layers = _layers(device)
-    few = replace(layers, layers=min(3, layers.layers))
-    two = replace(layers, layers=2)
-    long = replace(layers, layers=min(4, layers.layers), tokens=32768, microbatches=1)
-    long = long if on_gpu else TRIAL
+    few_layers = replace(layers, layers=min(3, layers.layers))
+    two_layers = replace(layers, layers=2)
+    long_sequences = TRIAL
+    if on_gpu:
+        long_sequences = replace(layers, layers=4, tokens=32768, microbatches=1)
     with_head = WITH_HEAD if on_gpu else TRIAL
-    small = WHOLE_1B if on_gpu else TRIAL
+    whole_1b = WHOLE_1B if on_gpu else TRIAL
     # without Transformer Engine Megatron-core keeps the scores of all tokens
-    short = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
+    short_sequences = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
     for kind in ("current", "delayed"):
         yield _ours(f"megaprec, block, FP8 {kind}", layers, BLOCK, f"fp8.kind={kind}", profile=True)
     experts = ("model.family=mixtral", "model.experts=8")
-    yield _ours("megaprec, block, 8 experts", two, BLOCK, *experts, profile=True)
-    yield _ours("megaprec, block, 32k tokens", long, BLOCK)
+    yield _ours("megaprec, block, 8 experts", two_layers, BLOCK, *experts, profile=True)
+    yield _ours("megaprec, block, 32k tokens", long_sequences, BLOCK)
     yield _ours(f"megaprec, block, {WHOLE_VOCABULARY}", with_head, BLOCK, profile=True)
     yield _peer("torchtitan-like", with_head, f"torchtitan-like, {WHOLE_VOCABULARY}")
     cut = ("probe", f"--device={device}", "--only", "attention of a cut sequence")
     yield Measurement("attention of a cut sequence", cut)
     yield Measurement("optimizer", ("optimizer", f"--device={device}"))
-    yield _ours("megaprec, block, Muon", few, BLOCK, "optimizer.name=muon")
+    yield _ours("megaprec, block, Muon", few_layers, BLOCK, "optimizer.name=muon")
     yield _ours("megaprec, block, deterministic", layers, BLOCK, "train.deterministic=true")
     canonical = ("train.numerics=canonical", "train.threads=8", "train.compile=off")
-    yield _ours("megaprec, canonical", few, *canonical)
+    yield _ours("megaprec, canonical", few_layers, *canonical)
     yield Measurement("recurrent layers", ("recurrent", f"--device={device}"))
-    yield _ours("megaprec, block, Llama 3.2 1B", small, BLOCK)
-    yield _peer("torchtitan-like", small, "torchtitan-like, Llama 3.2 1B")
+    yield _ours("megaprec, block, Llama 3.2 1B", whole_1b, BLOCK)
+    yield _peer("torchtitan-like", whole_1b, "torchtitan-like, Llama 3.2 1B")
     yield _ours("megaprec, leaves", layers, "train.compile=leaves")
     yield _ours("megaprec, block, again", layers, BLOCK)
     yield _peer("torch, compiled", layers, seconds=180, usual=90)
-    yield _peer("Megatron-core", short, "Megatron-core, 2048 tokens")
-    yield _ours("megaprec, block, 2048 tokens", short, BLOCK)
+    yield _peer("Megatron-core", short_sequences, "Megatron-core, 2048 tokens")
+    yield _ours("megaprec, block, 2048 tokens", short_sequences, BLOCK)
     yield _peer("Transformer Engine", layers)
     yield _ours(f"megaprec, off, {WHOLE_VOCABULARY}", with_head, "train.compile=off")
-    products = ("fp8", *few.options)
+    products = ("fp8", *few_layers.options)
     yield Measurement("FP8 products and steps", products, seconds=200, usual=90)
     if gpus > 1:
         yield from _over_tensor_ranks(device)
@@ -178,7 +180,11 @@ def _laws(name: str) -> Measurement:
 
 
 def _ours(name: str, workload: Workload, *keys: str, profile: bool = False) -> Measurement:
-    options = (f"--device={workload.device}", *STEPS, *(("--profile",) if profile else ()))
+    """Return the measurement of megaprec's steps. keys: of the run, beside those of the workload.
+    profile: with the kernels of one step more."""
+    options = (f"--device={workload.device}", *STEPS)
+    if profile:
+        options += ("--profile",)
     return Measurement(name, ("train", *options, *workload.keys, *keys))
 
 
@@ -190,5 +196,8 @@ def _peer(
     usual: float = USUAL,
     profile: bool = False,
 ) -> Measurement:
-    options = (*workload.options, *(("--profile",) if profile else ()))
+    """Return the measurement of another system's steps. name: if it is not that of the system."""
+    options = list(workload.options)
+    if profile:
+        options.append("--profile")
     return Measurement(name or system, ("peer", system, *options), seconds, usual)

@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench probe`."""
+    """Run `python -m tools.bench probe`; return the exit code."""
     require_gpu(args.device)
     device = torch.device(args.device)
     # tensors of a CPU are small: they try the program
@@ -81,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_outcome(name: str, probe: Callable[[], dict[str, Any]]) -> None:
+    """Print what a probe returns, or why it has failed, and the seconds that it took."""
     start = time.perf_counter()
     try:
         outcome = probe()
@@ -96,6 +97,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
+    """Return the versions of packages, None for one that is not installed, the number of CPUs and,
+    on a GPU, its name and the versions of its libraries."""
     versions: dict[str, Any] = {package: installed_version(package) or None for package in PACKAGES}
     versions["cpus"] = os.cpu_count()
     if device.type == "cuda":
@@ -173,6 +176,11 @@ def _attention(device: torch.device, shrink: int) -> dict[str, Any]:
 def _backends_of(
     shape: tuple[int, int, int, int, int], device: torch.device
 ) -> Iterator[tuple[str, Any]]:
+    """Yield the kernel that torch takes by itself, and for each backend of attention its TFLOP/s
+    forward and backward, or why it refuses.
+
+    shape: head width, heads, key and value heads, tokens, samples.
+    """
     width, heads, key_heads, tokens, samples = shape
 
     def random(count: int) -> Tensor:
@@ -247,7 +255,7 @@ def _collectives(device: torch.device, device_type: str) -> dict[str, Any]:
 
 
 def _refused(dtype: torch.dtype, device: torch.device) -> list[str] | str:
-    """Return the collectives that refuse a dtype, each with its reason."""
+    """Return the collectives that refuse a dtype, each with its reason, or "all taken"."""
     tensor = torch.ones(64, device=device).to(dtype)
     calls: dict[str, Callable[[], object]] = {
         "sum": lambda: dist.all_reduce(tensor),

@@ -23,17 +23,17 @@ MAY_BE_ABSENT = ("torch", "Megatron-core", "Transformer Engine", "fused gathers"
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to the file, as one line."""
-    # a machine that went away may have left half a line
-    is_cut_off = path.is_file() and not path.read_bytes().endswith(b"\n")
+    written = path.read_bytes() if path.is_file() else b""
     with path.open("a", encoding="utf-8") as file:
-        if is_cut_off and path.stat().st_size:
+        # a machine that went away may have left half a line
+        if written and not written.endswith(b"\n"):
             file.write("\n")
         file.write(f"{json.dumps(record)}\n")
 
 
 def read_records(path: Path, device: str = "") -> list[Record]:
-    """Return the records of a device, or of that of the newest call: of a measurement that was
-    taken again the newest ones, of a test its newest."""
+    """Return the newest records of each measurement and of each test on a device. device: "" for
+    that of the newest call."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -58,7 +58,8 @@ def record_of(line: str) -> Record | None:
 
 
 def _subject(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what a newer record of takes the place of older ones."""
+    """Return measurement and test of a record, whose newest record takes the place of older
+    ones."""
     return record["measurement"], record.get("test", "")
 
 

@@ -36,14 +36,14 @@ class LawReports:
         if report.when == "teardown":
             seconds = round(self._seconds, 1)
             record = {"test": report.nodeid, "outcome": self._outcome, "seconds": seconds}
-            _print(record | ({"details": self._details} if self._details else {}))
+            _print_outcome(record, self._details)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Say of a file that cannot be read what is wrong with it."""
         if report.outcome != "passed":
             record = {"test": report.nodeid, "outcome": outcome_of(report)}
             details = report.longreprtext[-DETAILS:] if report.failed else ""
-            _print(record | ({"details": details} if details else {}))
+            _print_outcome(record, details)
 
 
 def outcome_of(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -56,6 +56,13 @@ def outcome_of(report: pytest.TestReport | pytest.CollectReport) -> str:
         text = str(crash.message if crash is not None else reason)
     first_line = (text.splitlines() or [""])[0]
     return f"{report.outcome}: {first_line[:300]}"
+
+
+def _print_outcome(record: dict[str, Any], details: str) -> None:
+    """Print the record of a test or a file, with details of its failure if there are any."""
+    if details:
+        record = {**record, "details": details}
+    _print(record)
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench memory`."""
+    """Run `python -m tools.bench memory`; return the exit code."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.what == "data":
             print_record(_data(Path(folder), args))

@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench optimizer`."""
+    """Run `python -m tools.bench optimizer`; return the exit code."""
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     sizes = (args.matrices, args.width)
@@ -143,16 +143,17 @@ def bare(matrices: int, width: int) -> TimedStep:
     """Return a step of torch's fused AdamW alone, on flat FP32 tensors."""
     weights = _random(matrices * width**2, 0.02)
     gradients = _random(matrices * width**2, 1e-3)
-    moments = [torch.zeros_like(weights) for _ in range(2)]
+    first_moment = torch.zeros_like(weights)
+    second_moment = torch.zeros_like(weights)
     steps = torch.zeros(())
 
     def step() -> None:
         torch._fused_adamw_(
             [weights],
             [gradients],
-            [moments[0]],
-            [moments[1]],
-            [],
+            [first_moment],
+            [second_moment],
+            [],  # of AMSGrad, which is off
             [steps],
             lr=LEARNING_RATE,
             beta1=0.9,

@@ -75,7 +75,8 @@ def _download(requirement: str, python: str, wheels: Path) -> bool:
         [*command, pinned(requirement)], capture_output=True, text=True, cwd=ROOT, check=False
     )
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+        _, _, last_line = done.stderr.strip().rpartition("\n")
+        reason = last_line or "pip says nothing"
         print(f"note       {requirement} was not packed: {reason}")
     return not done.returncode
 
@@ -93,9 +94,9 @@ def core_of(wheels: Path) -> str:
         with zipfile.ZipFile(wheel) as archive:
             (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
             text = archive.read(metadata).decode()
-        found = re.search(r"^Requires-Dist: (pydantic[-_]core==[^\s;]+)", text, re.MULTILINE)
-        if found:
-            return found[1]
+        required = re.search(r"^Requires-Dist: (pydantic[-_]core==[^\s;]+)", text, re.MULTILINE)
+        if required:
+            return required[1]
     return "pydantic-core"
 
 

@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench recurrent`."""
+    """Run `python -m tools.bench recurrent`; return the exit code."""
     require_gpu(args.device)
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
@@ -116,8 +116,8 @@ def main(args: argparse.Namespace) -> int:
 def _least_seconds(
     steps: Mapping[str, Step], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the least time of each step, after one that warms up: on a CPU the time that the
-    process had it, to which other processes add little."""
+    """Return the least seconds of each step, after a round that warms up. On a CPU they are
+    processor time of this process, to which other processes add little."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name, step in steps.items():
@@ -191,6 +191,8 @@ def _state_space_leaves(samples: int, tokens: int, heads: int) -> list[Tensor]:
 
 
 def _state_space_forms(device: torch.device) -> dict[str, Form]:
+    """Return the forms of Mamba-2's state space, of tensors as `_state_space_leaves` has them."""
+
     def inputs(*leaves: Tensor) -> StateSpaceInputs:
         *of_tokens, rate = leaves
         query, key, value, step = (leaf.transpose(1, 2) for leaf in of_tokens)

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
             folder = Path(args.folder or temporary)
             bench = Bench(config, mesh_of(config, args.device))
             pinned = _time_pinning(bench, args.warmup)
-            # the first one finds that memory
+            # the first round copies into the memory that was just pinned
             first = _time_round(bench, folder / "measured")
             rounds = [first, *(_time_round(bench, folder / "measured") for _ in range(ROUNDS - 1))]
             if dist.get_rank() == 0:
@@ -78,7 +78,9 @@ def _time_pinning(bench: Bench, warmup: int) -> dict[str, float]:
 
 
 def _time_round(bench: Bench, folder: Path) -> dict[str, Any]:
-    """Time one step, a copy, a save in the background with its steps, and a save between steps."""
+    """Return the seconds of one step, of a copy of the state, of what a save in the background
+    takes from the loop ("stall"), of the steps beside it, and of a save between steps; "mb" is the
+    size of this rank's state."""
     optimizer = bench.engine.optimizer
     step_seconds = bench.step()
     start = time.perf_counter()

@@ -107,7 +107,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _describe(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the metrics of the run say."""
+    """Return the first and the last loss of a run, and the seconds of its usual and slowest
+    step."""
     seconds = [step["seconds"] for step in steps if "seconds" in step]
     usual = statistics.median(seconds)
     return {

@@ -71,7 +71,8 @@ def measure(axis: Axis, numbers: int, rounds: int) -> dict[str, Any]:
 def _milliseconds(
     way: Callable[[Axis, Tensor], object], axis: Axis, numbers: int, rounds: int
 ) -> float:
-    """Return the milliseconds of one sum of as many numbers, after some to warm up."""
+    """Return the mean milliseconds of a sum, in this way, of a tensor of so many numbers, after
+    some sums that warm up."""
     tensor = torch.zeros(numbers)
     for _ in range(WARMUP_SUMS):
         way(axis, tensor)

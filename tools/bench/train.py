@@ -223,7 +223,9 @@ class Bench:
         return time.perf_counter() - start
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
-        """Return medians and extremes, and the peak resident memory of every rank. Collective."""
+        """Return the record of the newest steps, of which `seconds` are the times: their speed,
+        medians and extremes, and the peak resident memory of every rank. Collective over the
+        world."""
         # over NCCL, tensors of the CPU cannot be summed
         device = self.engine.device
         memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
@@ -335,6 +337,7 @@ class Products(TorchDispatchMode):
         self._calls: dict[str, tuple[Callable[..., object], Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, as torch asks for each one; count it if it is a product."""
         name = func.overloadpacket.__name__
         if name in PRODUCTS or name.startswith(FUSED_ATTENTION):
             # Shapes in place of tensors: what a step has computed can be freed.
@@ -355,6 +358,8 @@ class Products(TorchDispatchMode):
         return total
 
     def _time_call(self, call: Callable[[], object], clock: Callable[[], float]) -> float:
+        """Return the seconds of a call, after one that warms up: on a CPU the median of REPEATS,
+        on a GPU the mean of as many that are queued one after the other."""
         call()
         if self._device.type != "cpu":
             # as in a step, a GPU has the next call when it has finished one

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec bisect`."""
+    """Run `megaprec bisect`; return the exit code."""
     if is_rank_of_world():
         raise UserError.of("command.launched")
     if args.steps < 1:
@@ -98,7 +98,8 @@ def main(args: argparse.Namespace) -> int:
 def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> dict[str, Any]:
     """Return the document: what the records say, what the replay says, and the verdict.
 
-    max_steps: the most that are taken again. replay_anyway: also if the records agree.
+    first, second: the runs, with their records. max_steps: the most that are taken again.
+    replay_anyway: take steps again also if the records agree.
     """
     exact = must_be_equal(first.config, second.config)
     records = compare_records(first, second, exact)
@@ -123,14 +124,15 @@ def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> di
     # keys that differ are a likelier cause than a fault
     replay_entry = document["replay"]
     if keys and replay_entry and "likely_cause" in replay_entry:
-        names = ", ".join(key.partition(":")[0] for key in keys)
+        names = ", ".join(line.partition(":")[0] for line in keys)  # lines "key: values"
         cause = replay_entry["likely_cause"]
         replay_entry["likely_cause"] = f"the run files differ in {names}; else: {cause}"
     return document
 
 
 def _loaded_state_reason(first: Side, second: Side, step: int) -> str:
-    """Return what follows from a loaded state that is not that of the step."""
+    """Return why the runs part at a resume: the state that one of them loaded is not the state
+    after step `step`, which both had."""
     reason = (
         f"until step {step} the runs agree, and then one went on from another state than they had"
     )
@@ -208,11 +210,13 @@ def _reason_against_replay(
 def _replay_steps(
     first: Side, second: Side, records: Records, exact: bool, max_steps: int
 ) -> dict[str, Any]:
-    """Take steps again and return the verdict with the place."""
+    """Take steps of both runs again, and return fields of the document: "verdict"; "why", in words,
+    if there is a reason; "replay", with the place, and "keys" if steps were taken."""
     # To the step in which the records part. If they agree two steps are enough: the second begins
     # with weights and moments that a step has made.
     first_step = max(first.first_step, second.first_step)
     until = records.parting.step if records.parting else first_step + min(2, max_steps)
+    # the newest state that both have: a checkpoint of one step, or the initial weights
     start = common_start(first, second, until, exact)
     steps = until - start.step
     batch = _constant_batch(first.config, start, steps)
@@ -245,7 +249,7 @@ def _replay_steps(
         torch.set_num_threads(threads)
     outcome = _replay_verdict(entry | {"from_step": start.step}, records)
     if start.passed_over:
-        # states that differ although they are of the same step are a difference by themselves
+        # Checkpoints of one step that differ are passed over, and are a difference by themselves.
         reasons = list(start.passed_over)
         if "why" in outcome:
             reasons.append(outcome["why"])
@@ -341,12 +345,12 @@ def _difference_text(first: dict[str, Any] | None) -> str:
     """Return the first difference of the records in words."""
     if not first:
         return "no difference"
-    time = "in the state loaded after step" if first.get(LOADED) else "after step"
+    moment = "in the state loaded after step" if first.get(LOADED) else "after step"
     others = ""
     if first["others"]:
         others = f" and {first['others']} more"
     values = " | ".join(first["values"])
-    return f"first difference {time} {first['step']}: {first['what']}{others} ({values})"
+    return f"first difference {moment} {first['step']}: {first['what']}{others} ({values})"
 
 
 def _location_lines(replay: dict[str, Any]) -> list[tuple[str, str]]:

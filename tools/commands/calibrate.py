@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec calibrate`."""
+    """Run `megaprec calibrate`; return the exit code."""
     device = _device(args.device)
     dtypes = args.dtype or [*CHOICES]
     if args.as_rank is not None:
@@ -153,23 +153,24 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
     names = {name: DTYPES[name] for name in dtypes}
     with world(device):
         axis = Axis.world(make_mesh(1, ranks, 1, device))
-        where = torch.device(device)
+        torch_device = torch.device(device)
         tell = _teller(axis.rank)
         axis.barrier()
         # a rank of a training run has its modules in memory too
         import_module("tools.training.trainer")
         process = process_bytes(device, names[dtypes[0]])
+        # measurements by kind, as the tables of the file
         rows: dict[str, Any] = all_rows(device, [*names.values()], threads, tell)
         axis.barrier()
         tell("collectives")
-        rows["collectives"] = [dict(row) for row in collectives(axis, where)]
+        rows["collectives"] = [dict(row) for row in collectives(axis, torch_device)]
         axis.barrier()
         if axis.rank == 0:
             if device == "cpu" and ranks > 1:
                 torch.set_num_threads(cores())
                 alone = all_rows(device, [*names.values()], cores(), tell)
-                for kind, of_kind in alone.items():
-                    rows[kind].extend(of_kind)
+                for kind, measurements in alone.items():
+                    rows[kind].extend(measurements)
             rows["process"] = process
             # renamed when it is complete, for the parent reads whatever has the name
             unfinished = answer.with_suffix(".part")
@@ -180,7 +181,7 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
 
 
 def _teller(rank: int) -> Callable[[str], None]:
-    """Return what prints the progress, on the first rank."""
+    """Return a function that prints what is measured, on the first rank; elsewhere nothing."""
 
     def tell(text: str) -> None:
         if rank == 0:

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec compare`."""
+    """Run `megaprec compare`; return the exit code."""
     # a run may be named twice, as runs/* beside it does
     by_place = dict[Path, Path]()
     for folder in args.runs:
@@ -188,6 +188,7 @@ def _require_writable(path: Path) -> None:
 
 
 def _show(args: argparse.Namespace, curves: Sequence[Curve], compared: _Compared) -> None:
+    """Print notes, the first keys that differ, the table of losses and the files written."""
     for note in compared.notes:
         print(f"note       {note}")
     for key in [*compared.keys][:MOST_KEYS]:
@@ -224,6 +225,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _curve_fields(curve: Curve, compared: _Compared) -> dict[str, Any]:
+    """Return a run for programs; null for a loss that it does not have."""
     return {
         "run": curve.name,
         "steps": len(curve.records),
@@ -254,8 +256,8 @@ def table(
     if has_averages:
         headings.append("held-out, average")
     runs = Table(*headings, "bits/byte", box=box.SIMPLE_HEAD)
-    # a run without held-out text has NaN there
     for curve in by_loss(curves):
+        # NaN, and so an empty cell, for a run without held-out text
         losses = [f"{curve.final:.4f}", _loss_cell(curve.held_out)]
         if has_averages:
             losses.append(_loss_cell(curve.held_out_of_average))

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec completion`."""
+    """Run `megaprec completion`; return the exit code."""
     print(completion_script(args.parser_of_all(), args.shell))
     return 0
 

@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec convert`."""
+    """Run `megaprec convert`; return the exit code."""
     keep_freed_memory()
     check_vocab(args.vocab, args.source)
     model = resolve_run(args.config).sized_model if args.config else None
@@ -150,8 +150,8 @@ def _given_tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
 
 
 def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayout:
-    """Return the layout of a Megatron DST. Raises UserError for a part of one if DST has another
-    format."""
+    """Return the layout of a Megatron DST. Raises UserError for an option of such a layout if DST
+    has another format."""
     for name in ("tp", "pp", "ep", "layers", "grouped_experts"):
         value = getattr(args, name)
         is_given = value is not None and value is not False  # 0 is given, and refused later

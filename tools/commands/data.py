@@ -473,11 +473,13 @@ def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -
     if not dataset.has_mask:
         return f"{head}\n{_text(ids, tokenizer)}"
     begin = int(dataset.document_lengths()[:index].sum())
-    counts = dataset.counted(begin, len(document))
-    lines = [f"{head}, {counts.sum():,} count"]
-    for is_counted, run in groupby(zip(counts.tolist(), ids, strict=False), key=itemgetter(0)):
+    loss_mask = dataset.counted(begin, len(document))
+    lines = [f"{head}, {loss_mask.sum():,} count"]
+    # not strict: the ids are the first of the document
+    counted_and_id = zip(loss_mask.tolist(), ids, strict=False)
+    for is_counted, span in groupby(counted_and_id, key=itemgetter(0)):
         sign = "+" if is_counted else "-"
-        text = _text([token for _, token in run], tokenizer)
+        text = _text([token for _, token in span], tokenizer)
         lines += [f"{sign} {line}" for line in text.splitlines() or [""]]
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ def _table_of_sets(sets: list[SetPlan]) -> Table:
     for title in ("share", "samples", "tokens", "of an epoch", "epochs"):
         table.add_column(title, justify="right")
     for plan in sets:
-        many = f" (above {GOOD_EPOCHS})" if plan.epochs > GOOD_EPOCHS else ""
+        warning = f" (above {GOOD_EPOCHS})" if plan.epochs > GOOD_EPOCHS else ""
         table.add_row(
             plan.name,
             plan.source,
@@ -52,7 +52,7 @@ def _table_of_sets(sets: list[SetPlan]) -> Table:
             f"{plan.samples:,}",
             f"{plan.tokens:,}",
             f"{plan.available:,}",
-            f"{plan.epochs:,.2f}{many}",
+            f"{plan.epochs:,.2f}{warning}",
         )
     return table
 

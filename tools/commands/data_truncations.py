@@ -17,10 +17,10 @@ IN_ORDER = "none"  # the value of data.pack
 def by_way(
     dataset: IndexedDataset, seq_length: int | None, pack: str | None
 ) -> dict[str, Truncations]:
-    """Return the counts of each way to make samples, by the value of data.pack.
+    """Return how samples cut documents, by the value of data.pack: "none", for samples that follow
+    each other in the text, and `pack`, if it is given.
 
-    seq_length: tokens of a sample; None: nothing was asked for. pack: the way beside samples that
-        lie one behind the other, if any.
+    seq_length: tokens of a sample; None: nothing was asked for.
     """
     if seq_length is None:
         return {}

@@ -127,6 +127,7 @@ def _text_findings(path: str, options: TextOptions) -> Iterator[Finding]:
 
 def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Finding]:
     """Yield the findings on a data set. tokenizer_file: of --tokenizer; None: the one beside it."""
+    # again: the files are read anew, whatever was found of them before
     try:
         dataset = IndexedDataset(prefix, again=True)
     except UserError as error:
@@ -160,7 +161,7 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
 
 
 def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield whether all token ids are those of tokens."""
+    """Yield a finding on the token ids: good if each is that of a token."""
     try:
         dataset.require_integer_ids()
     except UserError as error:
@@ -187,7 +188,7 @@ def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterat
 
 
 def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield whether documents are empty, and whether each ends as the tokenizer says."""
+    """Yield findings on documents: if some are empty, and if each ends as the tokenizer says."""
     lengths = dataset.document_lengths()
     if empty := int((lengths == 0).sum()):
         yield NOTE, "documents", f"{empty:,} of {len(lengths):,} are empty"
@@ -217,7 +218,7 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
 
 
 def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Yield whether the data set is what `megaprec data build` recorded of it."""
+    """Yield findings on the data set: if it is what `megaprec data build` recorded of it."""
     path = with_suffix(dataset.prefix, ".json")
     if not is_there(dataset.prefix, ".json"):
         reason = (
@@ -244,7 +245,7 @@ def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> It
 
 
 def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any]) -> Finding:
-    """Return whether a file of the data set has the bytes that were recorded."""
+    """Return the finding on a file of the data set: good if it has the bytes that were recorded."""
     file = with_suffix(dataset.prefix, f".{suffix}")
     has_ids = suffix == "bin" and dataset.dtype.kind != "f"
     # the ids have been scanned just now; of other files an earlier scan may be remembered
@@ -256,7 +257,7 @@ def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any
 
 
 def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding:
-    """Return whether the loss mask is the one that was recorded."""
+    """Return the finding on the loss mask: good if it is the one that was recorded."""
     file = with_suffix(dataset.prefix, LOSS_MASK)
     if not dataset.has_mask:
         return BAD, "hash", f"{file.name} is missing: copy it again or build it again"
@@ -267,7 +268,7 @@ def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding
 
 
 def _recorded_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer) -> Finding:
-    """Return whether the data set was built with this tokenizer and its settings."""
+    """Return the finding on a tokenizer: good if it built the data set, with the same settings."""
     path = tokenizer.path
     if not has_built(tokenizer, record):
         return BAD, "tokenizer", f"{path} is not the one that the data set was built with"

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec diagnose`."""
+    """Run `megaprec diagnose`; return the exit code."""
     earlier = read_earlier_records(args.folder)
     records = earlier or read_records(args.folder)
     lines = describe(records)

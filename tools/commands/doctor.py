@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec doctor`."""
+    """Run `megaprec doctor`; return the exit code."""
     start = time.monotonic()
     config = resolve_run(args.file, args.overrides) if args.file else None
     if config is not None and args.as_rank is None:
@@ -154,7 +154,7 @@ def _kept_checkpoints(config: RunConfig) -> int:
     if settings.every and settings.keep_every:
         # steps that are multiples of both numbers
         never_deleted = steps // math.lcm(settings.every, settings.keep_every)
-    best = int(bool(settings.best))
+    best = 1 if settings.best else 0
     return min(saves, settings.kept.newest + never_deleted + best)
 
 

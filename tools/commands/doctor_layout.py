@@ -103,13 +103,14 @@ def _proven_finding(layout: str, entry: Mapping[str, Any], applied: int) -> Find
 
 
 def parity_here(config: RunConfig, file: str) -> Finding:
-    """Compare on local ranks."""
+    """Return the finding of `parity` on local ranks."""
     with scratch_folder("doctor") as folder:
         return parity(config, file, Path(folder))
 
 
 def parity_in_world(config: RunConfig, file: str, context: RankContext) -> Finding:
-    """Compare on the ranks of the world; called on rank 0, while the others are in `follow`."""
+    """Return the finding of `parity` on the ranks of the world. For rank 0, while the others are in
+    `follow`."""
     folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=context.folder))
     launcher = Launcher(_run_in_child, partial(_run_on_world, context))
     try:
@@ -130,7 +131,8 @@ def _run_in_child(run: RecordedRun) -> Record:
 def _run_on_world(
     context: RankContext, runs: Sequence[RecordedRun], folder: Path
 ) -> list[Failure | None]:
-    """Carry out the runs on all ranks of the world."""
+    """Carry out the runs on all ranks of the world. Return for each why it failed, None if it did
+    not; after a time limit or an error all have failed."""
     for run in runs:
         run.folder.mkdir(parents=True)
         run.write()

@@ -233,10 +233,13 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None, device: str) ->
 
 
 def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> int:
+    """Score all sets, print the scores and notes on rank 0, and return the exit code, 0.
+    Collective over the world."""
     sets = _named_sets(args.data)
     is_first = Axis.world(mesh).rank == 0
     place = checkpoints_elsewhere(args.model)
     model = load_model(place, Stage, args.compute, args.tokenizer, mesh, args.ema, device)
+    # passes samples through the pipeline's stages, and shares them out to replicas
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours
@@ -245,9 +248,9 @@ def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: to
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, documents in documents_by_set.items():
-        progress = (
-            tokens_progress(f"evaluating {name}") if is_first else nullcontext(_ignore_progress)
-        )
+        progress = nullcontext(_ignore_progress)
+        if is_first:
+            progress = tokens_progress(f"evaluating {name}")
         with progress as report:
             scores[name] = score(relay, documents, model.begin, window, stride, report)
         if not scores[name].tokens:
@@ -351,14 +354,14 @@ def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
             f"{path}: bytes are those of the decoded tokens, for no build has recorded those of "
             "the text"
         )
-    # None: another file, of which it is not known whether its tokens mean the same
-    built = has_built(model.tokenizer, record) if record else True
-    if built is None:
+    # None: the file is another one, and it is not known whether its tokens mean the same
+    is_of_build = has_built(model.tokenizer, record) if record else True
+    if is_of_build is None:
         yield (
             f"{path} was built with another file than {model.tokenizer.path}: their tokens must "
             "mean the same"
         )
-    elif not built:
+    elif not is_of_build:
         yield (
             f"{path} was built with another tokenizer than {model.tokenizer.path}: equal ids mean "
             "other tokens"
@@ -366,6 +369,7 @@ def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
 
 
 def _score_fields(scored: Score) -> dict[str, Any]:
+    """Return a score for programs; losses in nats a token, null for what is not known."""
     return {
         "documents": scored.documents,
         "tokens": scored.tokens,

@@ -168,6 +168,7 @@ def _microbatch(offender: dict[str, Any]) -> str:
 
 
 def _microbatch_note(offender: dict[str, Any]) -> str:
+    """Return what "?" or "none" in the cell of `_microbatch` means; "" if it has a number."""
     if not offender.get("traced"):
         return (
             "?: not traced: the loss scale was still falling, the step was applied, or "

@@ -99,13 +99,13 @@ def main(args: argparse.Namespace) -> int:
         "notes": notes,
         "judged": found.judged,
         "spikes": [_spike_fields(spike) for spike in found.spikes],
-        "explained": [_document(one) for one in explained],
+        "explained": [_document(explained_spike) for explained_spike in explained],
     }
 
     def show() -> None:
         console = table_console()
-        for one in explained:
-            _show(console, one)
+        for explained_spike in explained:
+            _show(console, explained_spike)
 
     return print_result(args, lambda: document, show)
 
@@ -113,7 +113,8 @@ def main(args: argparse.Namespace) -> int:
 def _chosen(
     found: FoundSpikes, records: Sequence[Mapping[str, Any]], args: argparse.Namespace
 ) -> Sequence[RecordedSpike]:
-    """Return the spikes to explain."""
+    """Return the spikes to explain: the last ones, or the step of --step, spike or not. Raises
+    UserError if that step has no finite record."""
     if args.step is None:
         return found.spikes[-args.last :]
     for spike in found.spikes:
@@ -128,6 +129,7 @@ def _chosen(
 
 
 def _notes(folder: Path, found: FoundSpikes) -> Iterator[str]:
+    """Yield notes on lines that could not be read, and on steps that were not finite."""
     if note := odd_lines(folder / METRICS):
         yield note
     if found.not_finite:
@@ -156,6 +158,8 @@ def _explain(
 
 
 def _explain_one(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Explained:
+    """Repeat the step of a spike and judge its causes; without a repetition each cause is "not
+    tried", with the reason. most_steps: that may be repeated before it."""
     if not spike.numbers.in_loss and not spike.numbers.in_norm:
         reason = "loss and gradient norm are inside of their bands, or have none yet"
         return Explained(spike, causes_not_tried(reason), None)
@@ -174,6 +178,7 @@ def _explain_one(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Explai
 
 
 def _spike_fields(spike: RecordedSpike) -> dict[str, Any]:
+    """Return a spike for programs, with the limits of its band and what is usual."""
     numbers = spike.numbers
     return {
         "step": spike.step,
@@ -202,6 +207,7 @@ def _document(explained: Explained) -> dict[str, Any]:
 
 
 def _replay_fields(seen: Examination) -> dict[str, Any]:
+    """Return what the repetition of a spike has shown, for programs."""
     return {
         "start": seen.start,
         "repeated": seen.repeated,
@@ -235,16 +241,16 @@ def _show_found(folder: Path, found: FoundSpikes, notes: Sequence[str]) -> None:
         return
     console = table_console()
     print(f"{folder}: {counted(len(found.spikes), 'spike')} in {judged}")
-    rows = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     columns = ("step", "outcome", "loss", "its limit", "gradient norm", "its limit", "lr", "tokens")
     for column in columns:
-        rows.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", overflow="fold")
     shown = found.spikes[-MOST_LISTED:]
     if len(shown) < len(found.spikes):
-        rows.caption = f"and {len(found.spikes) - len(shown)} before them: --json has all"
+        table.caption = f"and {len(found.spikes) - len(shown)} before them: --json has all"
     for spike in shown:
-        rows.add_row(*_cells(spike))
-    console.print(rows)
+        table.add_row(*_cells(spike))
+    console.print(table)
 
 
 def _cells(spike: RecordedSpike) -> Iterator[Text]:
@@ -288,21 +294,22 @@ def _show(console: Console, explained: Explained) -> None:
 
 def _show_causes(console: Console, causes: Sequence[Cause]) -> None:
     """Print the verdict on each cause; once, if it is the same one on all, for the same reason."""
-    evidence, *others = {cause.evidence for cause in causes}
-    if not others and causes[0].verdict == "not tried":
+    evidences = {cause.evidence for cause in causes}
+    if len(evidences) == 1 and causes[0].verdict == "not tried":
         names = ", ".join(cause.name for cause in causes)
-        console.print(Text(f"not tried ({names}): {evidence}"))
+        console.print(Text(f"not tried ({names}): {causes[0].evidence}"))
         return
-    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    rows.add_column(no_wrap=True)
-    rows.add_column(no_wrap=True)
-    rows.add_column(overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for cause in causes:
-        rows.add_row(cause.name, cause.verdict, Text(cause.evidence))
-    console.print(rows)
+        table.add_row(cause.name, cause.verdict, Text(cause.evidence))
+    console.print(table)
 
 
 def _cause_in_words(explained: Explained) -> str:
+    """Return the likely cause of a spike, with the samples that stand out if it is the data."""
     cause = likely(explained.causes)
     if cause == "data" and explained.seen is not None:
         ids = [str(sample.id) for sample in explained.seen.outliers]
@@ -317,6 +324,7 @@ def _cause_in_words(explained: Explained) -> str:
 
 
 def _origin(seen: Examination) -> str:
+    """Return from which state the step was repeated, and that of one process, in words."""
     start = seen.start or "the initial weights"
     line = f"repeated from {start}, {counted(seen.repeated, 'step')} before it"
     if seen.layout:
@@ -326,18 +334,18 @@ def _origin(seen: Examination) -> str:
 
 def _sample_table(samples: Sequence[NamedSample]) -> Table:
     """Return the table of samples, a row for each of their documents."""
-    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows.add_column("sample", justify="right")
-    rows.add_column("loss", justify="right")
-    rows.add_column("document", justify="right")
-    rows.add_column("tokens", justify="right")
-    rows.add_column("loss", justify="right")
-    rows.add_column("begins with", overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("sample", justify="right")
+    table.add_column("loss", justify="right")
+    table.add_column("document", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("loss", justify="right")
+    table.add_column("begins with", overflow="fold")
     for sample in samples:
         name = str(sample.id)
         loss = f"{sample.loss:.4g}"
         for document in sample.documents[:MOST_DOCUMENTS]:
-            rows.add_row(
+            table.add_row(
                 name,
                 loss,
                 str(document.number),
@@ -348,20 +356,24 @@ def _sample_table(samples: Sequence[NamedSample]) -> Table:
             # further documents stand below the first, without repetition
             name = ""
             loss = ""
-    return rows
+    return table
 
 
 def _tensor_table(measure: str, tensors: Sequence[MovedTensor]) -> Table:
-    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows.add_column("tensor", overflow="fold")
-    rows.add_column(measure, justify="right")
-    rows.add_column("ordinary", justify="right")
-    rows.add_column("times", justify="right")
+    """Return the table of tensors: their size in the spike and in ordinary steps, and the ratio.
+
+    measure: what the size is, such as "norm".
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column(measure, justify="right")
+    table.add_column("ordinary", justify="right")
+    table.add_column("times", justify="right")
     for tensor in tensors:
-        rows.add_row(
+        table.add_row(
             tensor.what,
             f"{tensor.spiking:.3g}",
             f"{tensor.ordinary:.3g}",
             f"{tensor.factor:.3g}",
         )
-    return rows
+    return table

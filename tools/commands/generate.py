@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec generate`."""
+    """Run `megaprec generate`; return the exit code."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     if problems := [*_option_problems(args), *sampling.problems()]:
         raise UserError(*problems)

@@ -89,7 +89,7 @@ def words_to_parse(words: Sequence[str]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec import-args`."""
+    """Run `megaprec import-args`; return the exit code."""
     items, keys = _split_arguments(args.overrides)
     assumed = dict(_parse_assumption(assumption) for assumption in args.assume)
     settings, problems = read_run_settings(None, keys)
@@ -117,7 +117,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> Asked:
-    """Return what the command was given, for one that is given answers too."""
+    """Return the words that the command was given, from which `command_with_answers` makes the
+    command that answers its problems."""
     options = [f"--assume={assumption}" for assumption in args.assume]
     options += [f"--drop={names}" for names in args.drop]
     options += [f"--ranks={args.ranks}"] if args.ranks is not None else []

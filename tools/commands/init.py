@@ -61,12 +61,13 @@ HEADER = """# Written by megaprec init. Train with: megaprec train {file}
 
 @dataclass(frozen=True)
 class TextSizes:
-    """The sizes of a text. begins: the beginning of a line.
+    """The sizes of a text, and the beginning of one of its lines (begins).
 
-    looked_at: characters whose tokens were counted. chars: of the whole text, estimated if it is
-        too long to be read; None if it is and has packed files or files with fields, whose sizes do
-        not tell. tokens: of these, or of those that were looked at. vocab_size: of the tokenizer
-        that is trained; None if none is.
+    looked_at: number of characters whose tokens were counted. chars: those of the whole text. Of a
+        text that is too long to be read they are estimated by the sizes of its files, and None
+        where these do not tell: of packed files, and files with fields.
+    tokens: of `chars` characters, or of `looked_at` if `chars` is None. vocab_size: of the
+        tokenizer that is trained; None if none is.
     """
 
     looked_at: int
@@ -302,24 +303,12 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     samples = tokens // length
     if samples < 3:
         raise UserError.of("command.too_little_text", source=args.source, tokens=tokens)
+    # the largest batch of which the text has twenty
     batch = next((size for size in BATCH_SIZES if samples >= 20 * size), 1)
     steps = min(MAX_STEPS, max(MIN_STEPS, EPOCHS * samples // batch))
-    preset = args.preset or DEMO_PRESET
-    # the tokens of the text are estimated
+    # a tenth fewer than held out, for the tokens of the text are estimated
     surely_held_out = int(0.9 * HELD_OUT * samples)
-
-    values: dict[str, Any] = {"model.preset": preset}
-    if tokens < SMALL_TEXT and args.preset is None:
-        values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
-    if PRESETS[preset].get("vocab"):
-        values["model.vocab"] = 0  # the tokenizer decides, not the preset
-    values["data.source"] = args.source
-    values |= _given_text_options(args)
-    if sizes.vocab_size is None:
-        values["data.tokenizer"] = CHARACTERS
-    else:
-        values["data.vocab_size"] = sizes.vocab_size
-    return values | {
+    return _model_and_text_keys(args, sizes) | {
         "data.held_out": HELD_OUT,
         "precision.compute": "fp32",
         "lr.peak": 3e-4 if args.preset else 2e-3,
@@ -334,6 +323,24 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
         "checkpoint.every": max(1, steps // 4),
         "log.sample": sizes.begins,
     }
+
+
+def _model_and_text_keys(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
+    """Return the keys of the model, which is the demo's or smaller unless --preset names another,
+    of the text, and of its tokenizer."""
+    preset = args.preset or DEMO_PRESET
+    values: dict[str, Any] = {"model.preset": preset}
+    if sizes.tokens < SMALL_TEXT and args.preset is None:
+        values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
+    if PRESETS[preset].get("vocab"):
+        values["model.vocab"] = 0  # the tokenizer decides, not the preset
+    values["data.source"] = args.source
+    values |= _given_text_options(args)
+    if sizes.vocab_size is None:
+        values["data.tokenizer"] = CHARACTERS
+    else:
+        values["data.vocab_size"] = sizes.vocab_size
+    return values
 
 
 def _given_text_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -353,7 +360,7 @@ def _given_text_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _new_run_folder(source: str) -> str:
-    """Return a new folder for the run that is no part of the text."""
+    """Return a folder for the run that does not exist yet, outside of the folder of the text."""
     if is_url(source):
         source = without_query(source)
     path = Path(source).expanduser()

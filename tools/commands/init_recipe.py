@@ -64,7 +64,13 @@ def _with_source(recipe: Recipe, source: str) -> str:
         content = _VOCABULARY.sub("", content)
     # quoted: the path may have characters that no comment may have
     begins = _beginnings(masked(toml(source)))
-    return _NOTE_LINE.sub(lambda found: found[0] + begins[found[1]], content)
+
+    def with_beginning(note_line: re.Match[str]) -> str:
+        """Return "# name: " and what is put before the text of this note."""
+        (name,) = note_line.groups()
+        return f"{note_line[0]}{begins[name]}"
+
+    return _NOTE_LINE.sub(with_beginning, content)
 
 
 def _beginnings(source: str) -> dict[str, str]:
@@ -76,8 +82,10 @@ def _beginnings(source: str) -> dict[str, str]:
 
 
 def _print_notes(recipe: Recipe, source: str | None) -> None:
-    """Print the title of a recipe and what it needs and reaches, which is not said of another text,
-    `source`, and of that text if it is not there yet."""
+    """Print the title of a recipe, and what it needs and reaches with its own text.
+
+    source: another text that is given in place of it, which may not be there yet; None: its own.
+    """
     say(f"recipe     {recipe.title}")
     begins: dict[str, str] = {}
     if source is not None:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec inspect`."""
+    """Run `megaprec inspect`; return the exit code."""
     check_vocab(args.vocab, args.path)
     source = open_intact(args.path, args.vocab)
     # before the tensors are read, which may take minutes

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec keys`."""
+    """Run `megaprec keys`; return the exit code."""
     width = None
     if sys.stdout.isatty():
         width = min(MAX_WIDTH, get_terminal_size().columns)
@@ -110,7 +110,10 @@ def _unknown_word(word: str, tables: Sequence[KeyTable]) -> str:
     """Return the line about a word that fits no key, with the most similar name."""
     keys = [key.name for key in keys_of(tables)]
     # of keys with the same name the first counts
-    suggestions = {key.partition(".")[2]: key for key in reversed(keys)}
+    suggestions = dict[str, str]()  # by what the word may be like: a key's name, or with its table
+    for key in reversed(keys):
+        _, _, name = key.partition(".")
+        suggestions[name] = key
     suggestions |= {key: key for key in keys}
     # a table is stronger than a key of its name
     suggestions |= {table.name: table.name for table in tables}

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec merge`."""
+    """Run `megaprec merge`; return the exit code."""
     keep_freed_memory()
     count = len(args.sources)
     if count < 2:
@@ -102,7 +102,10 @@ def main(args: argparse.Namespace) -> int:
 def _open_all(args: argparse.Namespace) -> list[Source]:
     """Return the checkpoints, opened."""
     check_vocab(args.vocab, *args.sources)
-    kinds = [format_of(folder)[0] for folder in args.sources]
+    kinds = list[str]()
+    for folder in args.sources:
+        kind, _ = format_of(folder)
+        kinds.append(kind)
     sources = []
     for folder, kind in zip(args.sources, kinds, strict=True):
         # If none is Megatron's, opening says that the option has no use.

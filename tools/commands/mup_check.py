@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec mup-check`."""
+    """Run `megaprec mup-check`; return the exit code."""
     if is_rank_of_world():
         raise UserError.of("command.mup_check_launched")
     config = resolve_run(args.file, args.overrides)
@@ -239,8 +239,10 @@ def show(certificate: dict[str, Any]) -> None:
     table.add_column("verdict")
     for row in certificate["rows"]:
         color = COLORS[row["verdict"]]
-        sizes = [f"{size:.2e}" for size in row["changes"][-1]]
-        slopes = [_in_words(row["slopes"][-1]), _in_words(row["initial_slope"])]
+        # one item a step: shown are those of the last
+        last_changes, last_slope = row["changes"][-1], row["slopes"][-1]
+        sizes = [f"{size:.2e}" for size in last_changes]
+        slopes = [_in_words(last_slope), _in_words(row["initial_slope"])]
         table.add_row(row["activation"], *sizes, *slopes, f"[{color}]{row['verdict']}[/]")
     print_table(table)
     for row in certificate["rows"]:

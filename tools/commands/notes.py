@@ -26,7 +26,7 @@ def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
 
     file: the run file that lies beside the run's checkpoints.
 
-    A folder that the command line names is meant.
+    A folder that the command line names needs no note: the user has just chosen it.
     """
     folder = Path(file).parent
     run_folder = config.train.folder

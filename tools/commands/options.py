@@ -40,8 +40,8 @@ def _as_argument(text: str, place_of: Callable[[Path], Path]) -> Path:
 
 
 def checkpoints_elsewhere(path: Path) -> Path:
-    """Return where the checkpoints of a run folder are, if its checkpoint.folder is set; any other
-    path itself, and a run folder that sets none or cannot be read."""
+    """Return the checkpoint.folder of a run folder whose run sets one; otherwise the path itself,
+    also of a run folder that cannot be read."""
     if is_remote(path) or not path.is_dir() or run_file_in(path, written_by_run=True) is None:
         return path
     try:

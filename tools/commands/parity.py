@@ -160,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec parity`."""
+    """Run `megaprec parity`; return the exit code."""
     # started by `run_together`, in a folder of runs
     if args.as_rank:
         return as_rank(Path(args.file))
@@ -267,6 +267,7 @@ def certify(
     files."""
     requested = _requested(config, options)
     steps = max(options.steps, STEPS) if options.oracle else options.steps
+    # the small run must be divisible by the most ranks that a layout has on each axis
     limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
     ready = _prepared(config, options, steps, limits, folder)
     # known before anything runs, so that a wrong --layouts costs no time
@@ -277,9 +278,10 @@ def certify(
         ready = with_vocabulary(ready, open_corpus(config))
     ready, plan = _planned(ready, options, steps, folder, launcher)
     exact = alone(in_float64(ready))
-    # what is right: one process in float64
+    # what all layouts are compared with: one process in float64
     float64_record = launcher.alone(RecordedRun(exact, plan, folder / "float64"))
-    # the same run from weights moved by rounding: how far float64 itself carries
+    # the same run from weights that are changed by one rounding of float64: how far numbers differ
+    # that are equal but for rounding
     shaken_plan = replace(plan, shaken=EPSILON["fp64"])
     shaken = launcher.alone(RecordedRun(exact, shaken_plan, folder / "shaken"))
     references = list[Reference]()
@@ -325,8 +327,13 @@ def _requested(config: RunConfig, options: Options) -> list[dict[str, Any]]:
         return requested
     own_precision = options.precision != "float64"
     require_possible(config, options.oracle, own_precision, full=options.full)
-    # one process too, once
-    return [{}, *(keys for keys in requested if any(value != 1 for value in keys.values()))]
+    # {} is one process, which the oracle is compared with too; named again it would come twice
+    others = list[dict[str, Any]]()
+    for keys in requested:
+        is_one_process = all(value == 1 for value in keys.values())
+        if not is_one_process:
+            others.append(keys)
+    return [{}, *others]
 
 
 def _prepared(
@@ -366,8 +373,8 @@ def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
 def _own_precision(
     ready: RunConfig, plan: Plan, float64_record: Record, folder: Path, launcher: Launcher
 ) -> Reference:
-    """Carry out the run on one process in its own precision. float64_record: of the same run in
-    float64."""
+    """Carry out the run on one process in its own precision, and runs that tell what rounding does;
+    return the reference that they make. float64_record: of the same run in float64."""
     record = launcher.alone(RecordedRun(alone(ready), plan, folder / "own"))
     noise = Noise(
         float64_run=float64_record,
@@ -395,7 +402,11 @@ def _by_oracle(
     references: Sequence[Reference], float64_record: Record, make_model: MakeModel
 ) -> tuple[list[Reference], str]:
     """Return the references with the records of the oracle in the place of one process's, and what
-    the oracle is. float64_record: of one process."""
+    the oracle is, in words.
+
+    The oracle trains in float64 ("wide"). For a reference in the run's own precision it trains once
+    more, from the weights of that run. float64_record: of one process.
+    """
     first, *_ = references
     initial = float64_record.tensors["before/weight"]
     wide_record, oracle = trained(alone(in_float64(first.config)), first.plan, initial, make_model)
@@ -403,10 +414,10 @@ def _by_oracle(
     for reference in references:
         record = wide_record
         noise = replace(reference.noise, unmoved_run=float64_record)
-        if noise.float64_run is not None:
-            own = reference.record.tensors["before/weight"]
-            narrow = {name: values.float() for name, values in own.items()}
-            record, _ = trained(alone(reference.config), reference.plan, narrow, make_model)
+        if noise.float64_run is not None:  # a reference in the run's own precision
+            own_weights = reference.record.tensors["before/weight"]
+            in_fp32 = {name: values.float() for name, values in own_weights.items()}
+            record, _ = trained(alone(reference.config), reference.plan, in_fp32, make_model)
             noise = replace(noise, float64_run=wide_record)
         replaced.append(replace(reference, record=record, noise=noise, is_oracle=True))
     return replaced, oracle

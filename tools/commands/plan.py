@@ -223,6 +223,7 @@ def _say_answer(answer: "_Answer", notes: Sequence[str], args: argparse.Namespac
 
 
 def _exit_code(answer: "_Answer") -> int:
+    """Return 0 if the run fits, or with --ranks if any layout does; else NOTHING_FITS."""
     if answer.search_result:
         return 0 if answer.search_result.layouts else NOTHING_FITS
     fits = answer.planned is not None
@@ -274,7 +275,8 @@ def _plan_own_layout(
 
 
 def _write_picture(path: Path | None, answer: "_Answer") -> bool:
-    """Write the picture of the run in its own layout, if there is a path for it."""
+    """Write the picture of the run in its own layout, if there is a path for it. Return True if it
+    was written."""
     planned = answer.planned
     if path is None or planned is None:
         return False
@@ -346,7 +348,8 @@ def _budget_of_best(
     search_result: LayoutSearch, assumed: Assumptions, budget: float
 ) -> Iterator[str]:
     """Yield what a budget of rank-hours buys in the fastest layout that was found, if any was."""
-    for best in search_result.layouts[:1]:
+    if search_result.layouts:
+        best = search_result.layouts[0]
         assert best.prediction is not None  # layouts are searched with a peak speed
         yield budget_line(best, best.prediction, assumed, budget)
 
@@ -534,16 +537,16 @@ def _from_calibration(
             device=target.device,
         )
     words = [f"speeds are those of {path}, measured on {calibration.date}"]
-    if other := [*differences(calibration, target.device)]:
-        words.append(f"on another machine: {'; '.join(other)}")
+    if differing := [*differences(calibration, target.device)]:
+        words.append(f"on another machine: {'; '.join(differing)}")
     if known is None:
         return None, [*words, "and left aside: the peak of the device is not known"]
-    found = calibrated(config, calibration, known)
-    if found.missing:
-        words.append(f"not tried, so of the table: {', '.join(found.missing)}")
+    speeds = calibrated(config, calibration, known)
+    if speeds.missing:
+        words.append(f"not tried, so of the table: {', '.join(speeds.missing)}")
     if args.measured:
         words.append("--measured corrects all of them by one factor")
-    return _with_given_speeds(found.assumed, args), ["; ".join(words)]
+    return _with_given_speeds(speeds.assumed, args), ["; ".join(words)]
 
 
 def _corrected(
@@ -585,16 +588,18 @@ def _require_layouts(search_result: LayoutSearch, ranks: int) -> None:
 def _share_of_ranks(
     config: RunConfig, target: DeviceTarget, assumed: Assumptions | None, args: argparse.Namespace
 ) -> tuple[DeviceTarget, Assumptions | None]:
-    """Return the device and the speeds of each of --ranks: as many share this machine if it is the
-    device."""
+    """Return the device and the speeds of one of --ranks. A GPU is of one rank; the CPUs of this
+    machine are shared by all of --ranks, not by the ranks of the run's own layout."""
     if not args.ranks or not assumed or target.device != "cpu":
         return target, assumed
     if args.calibrated:
+        # what was measured is of as many ranks as cores; more ranks wait for each other
         crowd = max(1.0, args.ranks / cores())
         shared = replace(target_of(config, ranks=args.ranks), process=target.process)
         return shared, replace(assumed, crowd=crowd)
-    measured = assumed.tflops * config.world_size / args.ranks
-    return target_of(config, ranks=args.ranks), replace(assumed, tflops=args.tflops or measured)
+    share_of_machine = assumed.tflops * config.world_size / args.ranks
+    tflops = args.tflops or share_of_machine
+    return target_of(config, ranks=args.ranks), replace(assumed, tflops=tflops)
 
 
 def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -> float:
@@ -620,8 +625,8 @@ def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -
 
 
 def _show_progress(done: int, total: int, best: Planned | None) -> None:
-    """Show on a terminal how many layouts are done and the fastest so far; elsewhere one line
-    before they are."""
+    """Show on a terminal how many layouts are done, and the fastest so far. Elsewhere print one
+    line before the first is planned."""
     if not sys.stderr.isatty():
         if done == 0:
             print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)

@@ -86,10 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main_show(args: argparse.Namespace) -> int:
-    """Run `megaprec precision show`."""
+    """Run `megaprec precision show`; return the exit code."""
     understood = read_precision(args.file, args.overrides)
-    scene = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
-    warnings = advice(scene)
+    planned_run = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
+    warnings = advice(planned_run)
     # otherwise they stand below the tables
     if args.strict:
         tell_notes(understood.notes, strict=True)
@@ -159,7 +159,8 @@ def main_translate(args: argparse.Namespace) -> int:
 
 
 def read_precision(path: Path, overrides: Sequence[str] = ()) -> PrecisionOfFile:
-    """Read a run file, a part of one or another system's configuration. Raises UserError."""
+    """Return the plan of a run file, a part of one or another system's configuration, and what else
+    the file decides. Raises UserError."""
     content = _read_tables(path)
     # a run file has one of these tables; nothing else that is TOML does
     if any(isinstance(content.get(name), dict) for name in ("train", "precision", "fp8")):
@@ -189,7 +190,7 @@ def _read_tables(path: Path) -> Mapping[str, Any]:
 
 
 def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
-    """Read a whole run file."""
+    """Return the plan of a whole run file, with the keys that concern precision and its model."""
     config = resolve_run(path, overrides)
     settings = dict[str, Setting]()
     for key in RELATED_KEYS:
@@ -214,7 +215,7 @@ def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
 def plan_table(understood: PrecisionOfFile, short: bool = False) -> Table:
     """Return a table with a row per field of the plan and per other key that was decided.
 
-    short: show only the names of files, for a terminal is narrow.
+    short: show only the names of files, as on a narrow terminal.
     """
 
     def origin_text(origin: str) -> str:

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec prove`."""
+    """Run `megaprec prove`; return the exit code."""
     if is_rank_of_world():
         raise UserError.of("command.prove_launched")
     if args.steps < 2:

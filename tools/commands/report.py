@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec report`."""
+    """Run `megaprec report`; return the exit code."""
     if args.output.suffix not in (".html", ".htm"):
         raise UserError.of("command.report_suffix", output=args.output)
     if not args.output.absolute().parent.is_dir():

@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec schedule`."""
+    """Run `megaprec schedule`; return the exit code."""
     _check_options(args)
     report = _report_of_file(args) if args.file else _report_of_options(args)
     try:
@@ -237,6 +237,7 @@ def _stages_of(schedule: Schedule, rank: int) -> list[int]:
 
 
 def _report_of_file(args: argparse.Namespace) -> _ScheduleReport:
+    """Return the report on the schedule of a run file, after telling its notes."""
     config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     return _report_of_run(config, args)
@@ -245,7 +246,7 @@ def _report_of_file(args: argparse.Namespace) -> _ScheduleReport:
 def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
     """Return the report on a schedule without a run, of stages that all cost the same."""
     given = {name: getattr(args, name) for name in DEFAULTS}
-    chosen = {name: DEFAULTS[name] if one is None else one for name, one in given.items()}
+    chosen = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
     kind = chosen["kind"]
     forward, of_input, of_weight = _pass_costs(chosen["costs"])
     if args.own:
@@ -313,10 +314,11 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
     mean_forward = sum(cost.forward for cost in costs) / len(costs)
 
     def relative_time(instruction: Instruction) -> float:
+        """Return the FLOPs of an instruction over those of a mean forward pass."""
         return costs[instruction.stage].flops(instruction) / mean_forward
 
     ranks = len(schedule.programs)
-    # in FLOPs, of which the textbook's formulas take ratios
+    # forward, input and weight gradients in FLOPs: the textbook's formulas take their ratios
     sizes = FormulaSizes(
         ranks,
         schedule.microbatches,
@@ -495,6 +497,7 @@ def _byte_columns(rank_bytes: RankBytes) -> tuple[str, ...]:
 
 
 def _write_output(report: _ScheduleReport, predicted: Sequence[Span], path: Path) -> None:
+    """Write the schedule, its predicted trace or its picture, by the suffix of the path."""
     if path.suffix == ".txt":
         write_whole(path, f"# {_title(report)}\n{report.schedule}\n".encode())
     elif path.suffix == ".json":

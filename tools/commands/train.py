@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec train`."""
+    """Run `megaprec train`; return the exit code."""
     end_report = EndReport(args.end_file)
     with end_report.telling():
         return _run(args, end_report)
@@ -125,8 +125,10 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
         return _train(config, export, args.export_ema, allowed, verify=False)
     restarts = Restarts(config, lambda: lock_folder(config))
     command = ["train", args.file, *args.overrides, *_options_of_ranks(args, allowed)]
-    again = end_report.noting(restarts.ranks_after)
-    return optional_parts.launch_local(command, config.world_size, config.train.threads, again)
+    on_lost_rank = end_report.noting(restarts.ranks_after)
+    return optional_parts.launch_local(
+        command, config.world_size, config.train.threads, on_lost_rank
+    )
 
 
 def _warn_of_slow_build(config: RunConfig) -> None:

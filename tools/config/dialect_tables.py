@@ -23,9 +23,10 @@ _ZERO_OF_NXD = "optimizer_config.zero_one_enabled"
 def resolve_dialect(
     settings: dict[str, Setting], known_keys: Collection[str] | None
 ) -> DialectResult:
-    """Take the table of a dialect out of `settings`, and add the keys of other tables that it
-    decides.
+    """Take the table of a dialect out of `settings`, add the keys of other tables that it decides,
+    and return its plan, notes and problems; an empty result if there is no such table.
 
+    settings: dotted keys with their value and its origin, changed in place.
     known_keys: all keys of a run file; a decision without such a key is then a problem.
     """
     tables = dict[str, dict[str, Setting]]()
@@ -40,7 +41,17 @@ def resolve_dialect(
         names = " and ".join(f"[precision.{name}]" for name in tables)
         return DialectResult(problems=(Problem.of("config.several_dialects", tables=names),))
     ((name, leaves),) = tables.items()
+    return _resolve_table(settings, name, leaves, known_keys)
 
+
+def _resolve_table(
+    settings: dict[str, Setting],
+    name: str,
+    leaves: dict[str, Setting],
+    known_keys: Collection[str] | None,
+) -> DialectResult:
+    """Return plan, notes and problems of the table of the dialect `name`, and add to `settings` the
+    keys of other tables that it decides. leaves: the values of the table, by dotted path."""
     problems: list[str] = [*_native_conflicts(settings, name)]
     if name == "nxd":
         _add_zero_of_nxd(settings, leaves)
@@ -89,7 +100,8 @@ def _leaves(path: str, value: Any, origin: str) -> dict[str, Setting]:
 
 
 def _tree(leaves: Mapping[str, Setting]) -> Any:
-    """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
+    """Return the nested tables that dotted paths describe; a later path replaces an earlier value
+    that stands where it needs a table."""
     tree: dict[str, Any] = {"": {}}
     for path, leaf in leaves.items():
         # the table itself is at "", the path of its key "a.b" is "", "a", "b"
@@ -147,7 +159,8 @@ def _settle(
     explicit: bool,
     known_keys: Collection[str] | None,
 ) -> Iterator[Problem]:
-    """Add a dialect's decision on a run-file key to `settings`.
+    """Add a dialect's decision on a run-file key to `settings`, unless the key is there. Yield a
+    problem if no run file has the key, or if its value there contradicts the decision.
 
     explicit: True if a key that the dialect's user has written decided it; only then can it
         contradict the run file.

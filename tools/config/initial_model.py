@@ -58,11 +58,11 @@ def add_initial_model(settings: dict[str, Setting], initial: InitialModel) -> It
 def _add_model(
     settings: dict[str, Setting], model: ModelConfig, origin: str, rows: int
 ) -> Iterator[Problem]:
-    """Add the keys of `model` that are not given; yield a line for each that is given another
-    value.
+    """Add the keys of `model` that are not given; yield a problem for each that is given another
+    value, but for those that may differ: keys of training, of a longer context, and the vocabulary
+    if it grows.
 
-    Keys of a longer context may have one: a run asks for them (`tools.training.initial`). So
-    may the vocabulary if it grows. rows: tokens that the weights have rows for then, else 0.
+    rows: tokens that the weights have rows for if the vocabulary grows, else 0.
     """
     vocab = settings.get("model.vocab", Setting(0, origin))
     may_differ = _keys_that_may_differ(model, vocab.value, rows)
@@ -72,7 +72,7 @@ def _add_model(
         chosen = settings.setdefault(key, Setting(value, origin))
         is_open = name in ZERO_LEAVES_OPEN and chosen.value == 0
         if is_open and name == "vocab":
-            # the tokenizer may have fewer tokens, beside which the weights are padded
+            # the size of the weights, which may be padded beyond the tokens of the tokenizer
             settings[key] = Setting(value, origin)
         # a model of the user's own takes weights by their logical names, whoever has saved them
         is_own = name == "factory" and bool(chosen.value)
@@ -81,7 +81,7 @@ def _add_model(
         if name == "vocab" and rows:
             yield Problem.of("config.vocabulary_shrinks", vocab=vocab.value, rows=rows, file=origin)
             continue
-        # what else is wrong is said of one model, not of a mixture of both
+        # from here on the weights' value, so that other rules speak of one model, not of a mixture
         settings[key] = Setting(value, origin)
         # positions are learned, or this key would be free
         if name == "max_positions":

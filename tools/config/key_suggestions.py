@@ -6,7 +6,7 @@ with the key that has its meaning, or with the reason why there is none, and any
 with the known key that is spelled most like it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import get_origin
 
 from pydantic.fields import FieldInfo
@@ -188,18 +188,26 @@ def _suggestion(table: str, name: str, known_keys: Collection[str]) -> str:
     """Return a hint at the key that `name` means elsewhere, or why there is none; otherwise at the
     most similar key, preferably of `table`.
     """
-    first = name.partition(".")[0]
+    first, _, _ = name.partition(".")
     # of keys with the same name the last counts: those of `table`
-    candidates = (*known_keys, *_keys_of(table, known_keys))
-    keys = {key.partition(".")[2]: key for key in candidates}
+    keys = _by_name([*known_keys, *_keys_of(table, known_keys)])
     if first in keys:
         return f"; did you mean {keys[first]}?"
     if answer := _answer(name) or _answer(first):
         return answer
     # a short word is like some key of any table
-    nearby = {key.partition(".")[2]: key for key in _keys_of(table, known_keys)}
+    nearby = _by_name(_keys_of(table, known_keys))
     similar = closest(first, keys if len(first) > SHORT_WORD else nearby)
     return f"; did you mean {keys[similar]}?" if similar else ""
+
+
+def _by_name(keys: Iterable[str]) -> dict[str, str]:
+    """Return dotted keys by their names without the table; of equal names the last one."""
+    by_name = dict[str, str]()
+    for key in keys:
+        _, _, name = key.partition(".")
+        by_name[name] = key
+    return by_name
 
 
 def _answer(name: str) -> str:

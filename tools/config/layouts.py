@@ -50,11 +50,8 @@ def layout_problems(config: RunConfig, parallel: Parallel) -> list[str]:
 
 
 def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | None:
-    """Return the layout with the keys of `keys`; axes that it does not name are 1, other keys are
-    the run's own.
-
-    None if the run cannot have it.
-    """
+    """Return a layout that has `keys`, or None if the run cannot have one. Axes that `keys` does
+    not name are 1, other keys are the run's own."""
     for layout in _layouts_with(config, keys):
         if not layout_problems(config, layout.parallel):
             return layout

@@ -17,9 +17,11 @@ def rate_of(lr: LR, completed: int, length: int) -> float:
         return lr.peak * done + lr.initial * (1 - done)
     begin = length - lr.decay if lr.schedule == "wsd" else lr.warmup
     shape = lr.wsd_decay if lr.schedule == "wsd" else lr.schedule
+    # from 0 where the rate begins to fall to 1 where the schedule ends
     done = (completed - begin) / max(1, length - begin)
     # after the length of the schedule the rate stays
     done = min(1.0, max(0.0, done))
+    # 1 is lr.peak, 0 is lr.final
     heights = {
         "constant": 1.0,
         "linear": 1 - done,

@@ -78,13 +78,17 @@ def _split_layer(name: str) -> tuple[str, int]:
 
 
 def layer_spans(counts: Mapping[int, int]) -> Iterator[tuple[str, int]]:
-    """Return ranges of consecutive layers as "0-5", with the sum of their elements.
+    """Yield ranges of consecutive layers as "0-5", with the sum of their elements.
 
     counts: elements by layer.
     """
-    # layer minus its rank among the layers is the same within a range without gaps
-    ranked_layers = enumerate(sorted(counts))
-    for _, group in groupby(ranked_layers, key=lambda pair: pair[1] - pair[0]):
+
+    def layer_minus_place(place_and_layer: tuple[int, int]) -> int:
+        """Return a number that is the same for all layers of a range without gaps."""
+        place, layer = place_and_layer
+        return layer - place
+
+    for _, group in groupby(enumerate(sorted(counts)), key=layer_minus_place):
         layers = [layer for _, layer in group]
         first = layers[0]
         last = layers[-1]

@@ -14,9 +14,9 @@ def working_directory_hint(origin: str, name: str) -> str:
     """Return what to add to the error that `name` is not found: whether it lies beside the run file
     that names it.
 
-    origin: of the value `name`, as in `RunConfig.origin`. Empty if it is found, and if no other
-    place was meant: the run file is in the working directory, or the path is absolute or from the
-    command line.
+    Returns "" if `name` is found, or can be in one place only: it is absolute or from the command
+    line, or the run file is in the working directory. origin: of the value `name`, as in
+    `RunConfig.origin`.
     """
     # the prefix of a key's origin is followed by the path of the run file
     folder = Path(origin.removeprefix(FROM_FILE)).parent

@@ -11,12 +11,12 @@ from tools.parts import optional_parts
 
 
 def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run of the TOML file `path`, changed by `overrides`; what they leave open of its
-    model is that of train.init_from, and a whole [model] that of train.branch_from.
+    """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all
+    problems.
 
-    A folder of train.init_from that does not say its model (`leaves_model_open`) has that of the
-    run file, if there is one.
-    Raises UserError with all problems.
+    Keys of [model] that both leave out are those of the weights of train.init_from; but if the
+    folder does not say its model (`leaves_model_open`), a run file that does is enough. If both
+    leave out all of [model], it is that of the run of train.branch_from.
     """
     run_file = RunFile(path, overrides)
     weights = run_file.first_weights

@@ -160,6 +160,8 @@ class RunConfig(BaseModel):
         return [self._schedule_for(self.microbatches_of(size)) for size in others]
 
     def _schedule_for(self, microbatches: int) -> Schedule:
+        """Return the pipeline schedule of so many micro-batches, planned by the FLOPs of the
+        stages."""
         # the place of a stage does not depend on costs, the order of instructions may
         rank_of_stage = pipeline_schedule(self.parallel, microbatches).rank_of_stage
         costs = self.stage_costs(self.sized_model, rank_of_stage)
@@ -250,7 +252,7 @@ class RunConfig(BaseModel):
 
     @property
     def engine_options(self) -> EngineOptions:
-        """The options of the run's engine; initial weights are drawn, and nothing is compiled."""
+        """The options of the run's engine: initial weights are drawn, and nothing is compiled."""
         parallel = self.parallel
         return EngineOptions(
             micro_batch=self.train.micro_batch,
@@ -262,7 +264,7 @@ class RunConfig(BaseModel):
             recompute=self.recompute,
             expert=parallel.expert,
             expert_tensor=parallel.expert_tensor,
-            # named ring from here on
+            # the engine asks for one of the two ways; the other is "gather"
             ring=parallel.context_by == "ring",
             frozen=self.optimizer.frozen,
             seed=self.train.seed,
@@ -380,7 +382,7 @@ class RunConfig(BaseModel):
 
     def save_resolved(self, folder: Path) -> Path:
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that
-        name."""
+        name; return the path."""
         # a user may train in the folder that has the run file
         path, beside_own = (folder / name for name in RUN_FILES)
         if path.exists() and not is_resolved(path):
@@ -486,7 +488,8 @@ class RunFile:
         return kind is not None and kind.value in ("mean", "zero", "random")
 
     def _folder_of(self, key: str) -> Path | None:
-        """Return the folder or file that a key names; None if it names none that a path can."""
+        """Return the folder or file that a key names; None if it has no value, or one that its
+        checks refuse."""
         setting = self.settings.get(key)
         # the checks of the table's types report a value that cannot be
         if setting is None or not isinstance(setting.value, str) or not setting.value:
@@ -499,7 +502,8 @@ class RunFile:
     @property
     def origin_of_model(self) -> Path | None:
         """Return the folder of train.branch_from if no key of [model] is given but those that a
-        branch may change (`CONTEXT_KEYS`); None if there is none, or none that a path can name."""
+        branch may change (`CONTEXT_KEYS`); else None, and where the run is no branch or the value
+        is no path."""
         changeable = {f"model.{key}" for key in CONTEXT_KEYS}
         given = {key for key in self.settings if key.startswith("model.")}
         if not given <= changeable:
@@ -542,15 +546,15 @@ class RunFile:
 
         problems += take_warmup_fraction(settings)
 
-        # of the keys that both decide, those of the run file are stronger
+        # a dialect's plan as native keys: those that the run file gives too are stronger
         plan = self._dialect.plan
         if plan is not None:
             settings = native_settings(plan) | settings
-        # without the preset or the weights, missing keys of the model are no news
-        is_unread = (
+        # Where preset or weights could not be read, keys of the model are missing for that reason.
+        lacks_model = (
             bool(self._preset_problems) or self._refuses_weights or isinstance(initial, UserError)
         )
-        incomplete = "model" if is_unread else ""
+        incomplete = "model" if lacks_model else ""
         tables, type_problems = _read_tables(settings, tables_of_a_run(), incomplete)
         problems += [*type_problems, *cross_problems(tables)]
         if problems:
@@ -567,10 +571,11 @@ class RunFile:
         return self.path is not None and is_resolved(self.path)
 
     def _written_keys(self) -> set[str]:
-        """Return the keys that the user wrote and means for this run.
+        """Return the keys that the user wrote and means for this run: those told if they are idle.
 
-        A resolved run has all keys, and was told what it is when it began. A trial that the command
-        line shortens need not reach the steps that its file names.
+        The keys of a resolved run do not count: it has all of them, and the idle ones were told
+        when the run began. Nor do periods of the file (`PERIODS`) if the command line gives
+        train.steps: a short trial need not reach them.
         """
         origins = {key: setting.origin for key, setting in self.settings.items()}
         typed = {key for key, origin in origins.items() if origin == "command line"}

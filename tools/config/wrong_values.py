@@ -52,6 +52,7 @@ def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def _integers(value: Any) -> Iterator[int]:
+    """Yield the integers of a value, also those inside tables and lists."""
     # True and False are integers, and fit
     if isinstance(value, int):
         yield value
@@ -134,11 +135,12 @@ def _place(table_class: type[BaseModel], finding: ErrorDetails) -> tuple[int | s
         return ()
     if _has_alternatives(field):
         return place[:1]
-    of_item = place[1:3]
+    of_item = place[1:3]  # the number of an item and the name of its field, in a list of tables
     if not _is_field(of_item) or finding["type"] == "missing":
         return ()
     item_class, *_ = get_args(field.annotation)
-    field_of_item = item_class.model_fields.get(of_item[1])
+    _, name = of_item
+    field_of_item = item_class.model_fields.get(name)
     is_known = field_of_item is not None
     return place[:3] if is_known and _has_alternatives(field_of_item) else ()
 
@@ -148,8 +150,8 @@ def _has_alternatives(field: FieldInfo) -> bool:
 
 
 def _example(table_class: type[BaseModel], finding: ErrorDetails) -> str:
-    """Return an example of a key that holds a table or a list, if its value is none or has items of
-    another type."""
+    """Return ", like " and an example of a key that holds a table or a list, if its value is no
+    table or no list; else ""."""
     field = table_class.model_fields[str(finding["loc"][0])]
     bracket = "[" if get_origin(field.annotation) is tuple else "{"
     example = example_in_help(field, bracket)
@@ -170,28 +172,32 @@ def example_in_help(field: FieldInfo, bracket: str) -> str:
 
 def _requirement(finding: ErrorDetails) -> str:
     """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
-    inside = finding["loc"][1:]  # the way to the part of the value that is wrong
+    # the way to the part of the value that is wrong: numbers of items, and names of keys
+    inside = finding["loc"][1:]
     if finding["type"] == "missing":
         return _missing_part(inside)
     original = finding["msg"].removeprefix("Value error, ")
     message = PLAIN_MESSAGES.get(finding["type"], original.replace("Input should be", "must be"))
     if _is_field(inside):
-        message = f"{inside[1]} {message}"
+        _, name = inside
+        message = f"{name} {message}"
     if finding["type"] == "literal_error":
         word = str(finding["input"])
         message += did_you_mean(SYNONYMS.get(word.lower(), word), literals_of(finding))
     if not inside:
         return message
-    if isinstance(inside[0], int):
-        return f"value {inside[0] + 1} {message}"
-    return f"{inside[0]} {message}"
+    outermost, *_ = inside
+    if isinstance(outermost, int):
+        return f"value {outermost + 1} {message}"
+    return f"{outermost} {message}"
 
 
 def _missing_part(inside: Sequence[int | str]) -> str:
     """Return the line about a missing value at a place inside a value: a key of a table, or an item
     of a list."""
     if _is_field(inside):
-        return f"value {inside[0] + 1} lacks {inside[1]}"
+        number, name = inside
+        return f"value {number + 1} lacks {name}"
     if isinstance(inside[0], str):
         return f"it lacks {inside[0]}"
     return "too few values"

@@ -36,6 +36,7 @@ def to_json(record: dict[str, object]) -> str:
 
 
 def _spell_nonfinite(value: object) -> object:
+    """Return a value whose numbers that are not finite, also inside tables and lists, are text."""
     if isinstance(value, dict):
         return {key: _spell_nonfinite(nested) for key, nested in value.items()}
     if isinstance(value, list | tuple):

@@ -42,6 +42,8 @@ class _GuardedOutput(_GuardedError):
     _has_stopped = False
 
     def _on_failure(self, error: OSError) -> None:
+        """Raise the first failure; of a spared output warn of it, or stop the run if the reader of
+        a pipe has gone."""
         is_first = not self._has_failed
         self._has_failed = True
         if not self.spared:

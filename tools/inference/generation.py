@@ -100,7 +100,8 @@ class Generation:
             yield text[len(prompt) :].rstrip("\ufffd")
 
     def _append_tokens(self) -> Iterator[int]:
-        """Choose and append tokens; set `finish` at the end."""
+        """Choose and append tokens, and yield each but one that ends the document; set `finish` at
+        the end."""
         stage = self._model.stage
         positions = stage.config.max_positions
         stage.start(min(self._prompt_length + self._limit, positions))

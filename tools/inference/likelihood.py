@@ -32,16 +32,17 @@ def likelihoods(
     replicas = model.dp  # they share the batches
     # Of each window: the log probability, and how many targets are not the likeliest token.
     sums = _zero_sums(model, len(windows))
-    # By identity: batches are sorted by length, and two windows may be equal.
-    rows = {id(window): row for row, window in enumerate(windows)}
+    # The place of each window in `windows`, for batches are sorted by length. By identity: two
+    # windows may be equal.
+    place_of = {id(window): place for place, window in enumerate(windows)}
     tokens_per_batch = LOGITS // config.vocab
     same_length = config.rope_scaling.kind == "dynamic"
     all_batches = list(batches(windows, tokens_per_batch, same_length))
     for number, batch in enumerate(all_batches):
         replica = number % replicas.size
         if replica == replicas.rank:
-            rows_of_batch = [rows[id(window)] for window in batch]
-            sums[rows_of_batch] = _sums_of_batch(model, batch)
+            places = [place_of[id(window)] for window in batch]
+            sums[places] = _sums_of_batch(model, batch)
         report(len(batch))
     # In the last round the first replicas have a batch, and the others none.
     in_last_round = len(all_batches) % replicas.size
@@ -65,7 +66,8 @@ def _zero_sums(model: Relay, count: int) -> Tensor:
 
 
 def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
-    """Return [b, 2] on the first tensor rank of the last stage, zeros on others."""
+    """Return [b, 2]: of each window the log probability of its targets that count, and how many of
+    them are not the likeliest token. Zeros but on the first tensor rank of the last stage."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
     stage = model.last_stage

@@ -149,10 +149,11 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     """Raise UserError, with the options of the command, for a layout that the model cannot have."""
     widths = model.ffn_widths.values()
     kv_heads = (model.kv_heads, model.global_kv_heads or model.kv_heads)
+    divides_heads = model.heads % tensor == 0 and model.divides_recurrence(tensor)
+    # fewer key-value heads than ranks are copied
     divides_kv_heads = all(count % tensor == 0 or tensor % count == 0 for count in kv_heads)
     divides_widths = all(width % tensor == 0 for width in widths)
     problems = []
-    divides_heads = model.heads % tensor == 0 and model.divides_recurrence(tensor)
     if not divides_heads or not divides_widths or not divides_kv_heads:
         features = " and ".join(map(str, widths))
         sizes = (
@@ -178,12 +179,10 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
 def _open(path: Path, ema: bool) -> Source:
     """Open a folder, for the average of its weights if `ema` is True. Raises UserError if its files
     are damaged, if it keeps no average, or if it holds no model of a built-in family."""
-    if (
-        is_remote(path)
-        or not path.is_dir()
-        or not any(each.find(path) for each in FORMATS.values())
-    ):
-        find_checkpoint(path)  # raises, and says what the folder lacks
+    is_folder = not is_remote(path) and path.is_dir()
+    has_model = is_folder and any(known_format.find(path) for known_format in FORMATS.values())
+    if not has_model:
+        find_checkpoint(path)  # raises if there is none, and says what the folder lacks
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_builtin(read_model(store), "text from a checkpoint")

@@ -125,8 +125,9 @@ def read_documents(
 def _predicted_sizes(
     documents: Iterable[TokenizedDocument], model: LoadedModel[Stage]
 ) -> Iterator[TokenizedDocument]:
-    """Yield the documents without the bytes of their first token, which no token of a model without
-    a begin token predicts. Where a token has no number of bytes, they are not known."""
+    """Yield the documents with the size of what the model predicts of them, in bytes: without a
+    begin token, all but the first token. The size is None where that token has no number of bytes.
+    """
     if model.begin is not None:
         yield from documents
         return
@@ -135,9 +136,11 @@ def _predicted_sizes(
         bytes_of = bytes_of_tokens(model.tokenizer, range(model.tokenizer.vocab_size))
     for document in documents:
         size = document.size
-        if len(document.ids):
-            first = NOT_KNOWN if bytes_of is None else int(bytes_of[document.ids[0]])
-            size = None if size is None or first == NOT_KNOWN else size - first
+        if size is not None and len(document.ids):
+            bytes_of_first = NOT_KNOWN
+            if bytes_of is not None:
+                bytes_of_first = int(bytes_of[document.ids[0]])
+            size = size - bytes_of_first if bytes_of_first != NOT_KNOWN else None
         yield replace(document, size=size)
 
 
@@ -172,9 +175,11 @@ def _documents_of_tokens(
         end += len(ids)
         if dataset.has_mask:
             # an end token may be a part of an answer, and the bytes of answers are not known
-            begins = int(len(ids) > 0 and ids[0] == model.begin)
             counted = dataset.counted(start, len(ids))
-            yield TokenizedDocument(ids[begins:], None, counted[begins:])
+            if len(ids) and ids[0] == model.begin:
+                ids = ids[1:]
+                counted = counted[1:]
+            yield TokenizedDocument(ids, None, counted)
             continue
         if len(ids) and int(ids[-1]) in model.ends:
             ids = ids[:-1]

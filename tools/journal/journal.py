@@ -112,7 +112,8 @@ class Lines:
         """Open the file that has the name now, if it is another one. Raises OSError."""
         status = os.fstat(self._descriptor)
         named = _identity(self._path)
-        # a folder in place of the run's belongs to another run, and this one ends (RunFolder)
+        # if the run's folder was replaced too, the new one is another run's, and this run ends
+        # (`RunFolder`): nothing is opened there
         if named == (status.st_dev, status.st_ino) or _identity(self._path.parent) != self._folder:
             return
         if named is not None:
@@ -273,10 +274,10 @@ class _Pauses:
     there."""
 
     def __init__(self) -> None:
-        self._first: float | None = None
-        self._steps = 0
-        self._in_steps = 0.0
-        self._passed = 0.0
+        self._first: float | None = None  # when the first step ended
+        self._steps = 0  # after the first
+        self._in_steps = 0.0  # seconds of these steps
+        self._passed = 0.0  # seconds from the end of the first step to that of the newest
 
     def note(self, seconds: float) -> None:
         """Note that a step of so many seconds has just ended."""
@@ -290,7 +291,7 @@ class _Pauses:
 
     @property
     def mean(self) -> float:
-        """Seconds between two steps."""
+        """Mean seconds between two steps."""
         if not self._steps:
             return 0.0
         return max(0.0, self._passed - self._in_steps) / self._steps

@@ -63,19 +63,24 @@ def _busy(kernels: Iterable[Kernel]) -> float:
 
 
 def _table(kernels: Iterable[Kernel], rows: int) -> list[list[Any]]:
-    times: dict[str, list[float]] = defaultdict(list)
+    """Return the rows of the kernels that took most time, and one of all others, if there are
+    more than `rows`."""
+    times_of: dict[str, list[float]] = defaultdict(list)  # microseconds of each run, by name
     for kernel in kernels:
-        times[kernel.name].append(kernel.end - kernel.start)
-    by_time = sorted(times.items(), key=lambda item: -sum(item[1]))
-    total = sum(map(sum, times.values()))
-    table = [_row(name, of_kernel, total) for name, of_kernel in by_time[:rows]]
-    others = [time for _, of_kernel in by_time[rows:] for time in of_kernel]
+        times_of[kernel.name].append(kernel.end - kernel.start)
+    names = sorted(times_of, key=lambda name: -sum(times_of[name]))
+    total = sum(map(sum, times_of.values()))
+    table = [_row(name, times_of[name], total) for name in names[:rows]]
+    others = list[float]()
+    for name in names[rows:]:
+        others += times_of[name]
     if others:
         table.append(_row("all others", others, total))
     return table
 
 
 def _row(name: str, times: Sequence[float], total: float) -> list[Any]:
+    """Return name, runs, milliseconds and share of a kernel. times, total: microseconds."""
     spent = sum(times)
     share = spent / total if total else 0.0
     return [name[:NAME_LENGTH], len(times), round(spent / 1e3, 3), round(share, 4)]

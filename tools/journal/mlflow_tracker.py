@@ -58,8 +58,8 @@ class MLflow:
         self._run = run.info.run_id
         save_id(id_file, self._run)
         parameters = [self._entities.Param(key, value) for key, value in _dotted(configuration)]
-        for some in _parts(parameters, MOST_PARAMETERS):
-            self._client.log_batch(self._run, params=some)
+        for sent_at_once in _parts(parameters, MOST_PARAMETERS):
+            self._client.log_batch(self._run, params=sent_at_once)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send the numbers of a step, unless the run has them."""
@@ -69,8 +69,8 @@ class MLflow:
         metrics = []
         for name, value in numbers.items():
             metrics.append(self._entities.Metric(_metric_name(name, numbers), value, now, step))
-        for some in _parts(metrics, MOST_METRICS):
-            self._client.log_batch(self._run, metrics=some)
+        for sent_at_once in _parts(metrics, MOST_METRICS):
+            self._client.log_batch(self._run, metrics=sent_at_once)
 
     def finish(self, complete: bool) -> None:
         """End the run: as killed if it is not complete."""

@@ -288,6 +288,8 @@ def _restore_number(value: Any) -> Any:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
+    """Return True if a JSON object has the fields of a step's record or of its kind of event, and
+    each is of the kind that a run writes there. Events of unknown kinds need a step alone."""
     event_kind = record.get("event", "")
     if "step" not in record or not isinstance(event_kind, str):
         return False
@@ -364,6 +366,8 @@ def describe_numbers(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
+    """Return ranges of numbers in words, the first MOST_LISTED of them and how many numbers more
+    there are."""
     words = [_describe_range(numbers) for numbers in ranges[:MOST_LISTED]]
     unlisted = sum(_size(numbers) for numbers in ranges[MOST_LISTED:])
     if unlisted:

@@ -71,6 +71,7 @@ def collapse_event(
 
 
 def _name_layers(routers: Sequence[RouterReport]) -> str:
+    """Return the layers of routers in words, the first MOST_NAMED of them by number."""
     layers = [str(router.layer) for router in routers]
     unnamed = len(layers) - MOST_NAMED
     if unnamed > 0:

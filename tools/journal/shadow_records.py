@@ -26,7 +26,7 @@ def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
 
 
 def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
-    """Return the record of a comparison for events.jsonl."""
+    """Return the event, for events.jsonl, of a step that was compared."""
     weight_name, cosine = shadow.worst
     return {
         "event": SHADOW,

@@ -72,6 +72,7 @@ def read_trace_of(path: Path, schedule: Schedule) -> list[Span]:
 
 
 def _event(span: Span) -> dict[str, Any]:
+    """Return a span as a complete event ("X") of a Chrome trace."""
     instruction = span.instruction
     args: dict[str, Any] = {"stage": instruction.stage}
     if instruction.op is not Op.REDUCE:  # one of all micro-batches

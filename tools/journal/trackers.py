@@ -180,6 +180,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def _require_tracker(tracker_name: str) -> None:
+    """Raise UserError unless the tracker is installed, or a function of the user's own is there."""
     if tracker_name in BUILT_IN:
         if not _is_installed(tracker_name):
             package = PACKAGES.get(tracker_name, tracker_name)
@@ -212,7 +213,7 @@ class Feed:
         self._name = tracker_name
         self._failed = False
         self._left_out = 0
-        # the steps with their numbers, at last if the run is complete
+        # steps with their numbers; the last item says whether the run is complete
         self._queue: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
         arguments = (folder, configuration, step)
         self._thread = Thread(
@@ -276,6 +277,7 @@ def _factory(tracker_name: str) -> Factory:
 
 
 def _in_a_line(error: BaseException) -> str:
+    """Return type and text of an error in one line of bounded length, without secrets of URLs."""
     kind = type(error).__name__
     message = masked(" ".join(str(error).split()))
     if not message:

@@ -42,7 +42,8 @@ def read_recipe(name: str) -> Recipe:
     """Return a recipe by one of `recipe_names()`."""
     file = resources.files(_FOLDER) / f"{name}{_SUFFIX}"
     content = file.read_text(encoding="utf-8")
-    title, *lines = content.split("\n\n", 1)[0].splitlines()
+    head, _, _ = content.partition("\n\n")  # the title and the notes
+    title, *lines = head.splitlines()
     notes: dict[str, str] = {}
     current = ""
     for line in lines:

@@ -101,6 +101,7 @@ def _print_resumed(config: RunConfig, corpus: Corpus, resumed: Path, steps_done:
 
 
 def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
+    """Print the lines about model, data, layout, batch, lengths of sequences and precision."""
     model = corpus.model
     tokens = sum(dataset.num_tokens for dataset in corpus.datasets)
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
@@ -133,7 +134,7 @@ def _describe_batch(config: RunConfig) -> str:
     """Return the line about the batch of a step; of train.batch_schedule one for each change, or
     the first and the last if there are many."""
     changes = config.batches.changes
-    lines = [_batch_line(config, samples, batch) for samples, batch in changes]
+    lines = [_batch_line(config, begin, batch) for begin, batch in changes]
     if len(lines) > MAX_CHANGES:
         left_out = len(lines) - MAX_CHANGES
         lines = [*lines[: MAX_CHANGES - 1], f"and {left_out:,} more changes, then", lines[-1]]
@@ -145,11 +146,15 @@ def _describe_lengths(config: RunConfig) -> str:
     """Return the line about the lengths of sequences; "" if all steps have one."""
     if not config.train.seq_schedule:
         return ""
-    parts = [f"{length:,} from sample {samples:,} on" for samples, length in config.lengths.changes]
-    return f"lengths    {first_of(parts, MAX_CHANGES)}; a step keeps its tokens\n"
+    changes = [f"{length:,} from sample {begin:,} on" for begin, length in config.lengths.changes]
+    return f"lengths    {first_of(changes, MAX_CHANGES)}; a step keeps its tokens\n"
 
 
-def _batch_line(config: RunConfig, samples: int, batch: int) -> str:
+def _batch_line(config: RunConfig, begin: int, batch: int) -> str:
+    """Return the samples of a step, as replicas x micro-batches x samples of each, and its tokens.
+
+    begin: number of samples of the run after which steps have this batch.
+    """
     replicas = counted(config.parallel.data, "replica")
     microbatches = counted(config.microbatches_of(batch), "micro-batch", "es")
     tokens = batch * config.train.seq_length
@@ -157,11 +162,12 @@ def _batch_line(config: RunConfig, samples: int, batch: int) -> str:
         f"{batch} samples = {replicas} x {microbatches} x {config.train.micro_batch}, "
         f"{tokens:,} tokens a step"
     )
-    return f"{line}, after {samples:,} samples" if samples else line
+    return f"{line}, after {begin:,} samples" if begin else line
 
 
 def _describe_mup(model: ModelConfig) -> str:
-    """Return the line of the base model of muP; empty without muP."""
+    """Return the line about the width relative to muP's base model, and that model's widths; ""
+    without muP."""
     if not model.mup_base_hidden:
         return ""
     growth = model.mup.growth
@@ -228,7 +234,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     and in bytes on rank 0.
     """
     buffers = optimizer.all_buffers()
-    # Those of routers' corrections are left out: they would be a formula for a few numbers.
+    # The corrections of routers have buffers too: a few numbers, which need no formula.
     kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.holds_loads}
     in_order = sorted(kinds, key=_BufferKind.sort_key, reverse=True)
     formulas = ", ".join(_bytes_formula(optimizer, kind) for kind in in_order)
@@ -237,8 +243,8 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     in_host_memory = f", {host_bytes / 1e6:,.1f} MB of it in host memory" if host_bytes else ""
     for line in _muon_lines(optimizer):
         say(line)
-    if kept := _kept_layers(optimizer):
-        say(kept)
+    if line_of_kept_layers := _kept_layers(optimizer):
+        say(line_of_kept_layers)
     say(
         f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB "
         f"on rank 0{in_host_memory}"
@@ -290,7 +296,8 @@ def print_marked(optimizer: ParallelAMPOptimizer) -> None:
 
 
 def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) -> str:
-    """Return the bytes of a parameter of this kind: on every rank, and of optimizer state."""
+    """Return in words the bytes that a rank holds for a parameter of this kind: those that every
+    rank has whole, plus those that ZeRO divides by its ranks."""
     on_every_rank, sharded = optimizer.plan.bytes_per_parameter(
         buffer_kind.moments,
         buffer_kind.in_fp8,
@@ -302,7 +309,8 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) ->
     total = on_every_rank + sharded / buffer_kind.ranks
     # under ZeRO-3 nothing is on every rank
     terms = [str(on_every_rank)] if on_every_rank else []
-    formula = f"{' + '.join([*terms, f'{sharded}{divisor}'])} = {total:g} bytes a parameter"
+    terms.append(f"{sharded}{divisor}")
+    formula = f"{' + '.join(terms)} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
         formula += " updated by Muon" if buffer_kind.moments == 1 else " updated by AdamW"
     if buffer_kind.in_fp8:
@@ -410,21 +418,26 @@ def _saves_after(steps_done: int, config: RunConfig) -> Sequence[int]:
     if not every:
         return (steps,)
     first = steps_done - steps_done % every + every
-    # A last save after an unequal rest expires the same ones as one at the next multiple of `every`
-    # would: it is the newest.
+    # The last save may come before the next multiple of `every`. Counted as one at that multiple it
+    # is as well the newest, and so makes the same checkpoints expire.
     return range(first, steps + every, every)
 
 
 def _later_ones_expire(following: Sequence[int], keep: Keep) -> bool:
-    """Return True if checkpoints of saves that follow will be deleted by saves after them."""
+    """Return True if checkpoints of saves that follow will be deleted by saves after them.
+
+    following: the steps of these saves.
+    """
     if keep.newest is None:
         return False
     older = following[: max(0, len(following) - keep.newest)]
-    # Of two neighbours one is no multiple of checkpoint.keep_every, or all of them are.
+    # Two neighbours tell it of all: multiples of checkpoint.keep_every stay, and if both neighbours
+    # are such multiples, all of `older` are.
     return bool(keep.expired(older[:2], keep.newest))
 
 
 def _describe_rule(settings: Checkpoint) -> str:
+    """Return in words which checkpoints the settings keep."""
     if settings.keep == 1:
         newest = "the newest checkpoint"
     else:
@@ -450,14 +463,13 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     if not progress.applied:
         return  # another line says that nothing was learned
     rates = LearningRates.of(config.lr, config.train)
-    # not of progress.samples, which is a position in the data
+    # From tokens, for progress.samples is a position in the data.
     skipped_samples = progress.skipped_tokens // config.train.seq_length
     without_skips = replace(
         progress,
         applied=progress.step,
         applied_samples=progress.applied_samples + skipped_samples,
     )
-    # The last rate is that of the step before the one that would follow.
     ended = rates.of_last(progress)
     planned = rates.of_last(without_skips)
     if ended == planned:
@@ -489,7 +501,7 @@ def _print_measured(config: RunConfig, step: int) -> None:
     """Print the measured step beside the predicted one and keep both in events.jsonl, if there is a
     prediction. step: the newest one."""
     folder = Path(config.train.folder)
-    with suppress(UserError):  # as the start has said
+    with suppress(UserError):  # the start of the run has printed why nothing can be predicted
         if measured := optional_parts.measured_prediction(config, step):
             line, event = measured
             say(f"measured   {line}")

@@ -65,11 +65,12 @@ class Batches:
         if first_sample + self._evaluated_size <= end:
             return share
         begin = first_sample + share.first
-        counts = torch.arange(begin, begin + len(share.tokens)) < end
+        is_evaluated = torch.arange(begin, begin + len(share.tokens)) < end
         mask = share.mask
         if mask is None:
             mask = torch.ones(share.tokens.shape)
-        return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
+        # a sample counts with all its tokens, or with none
+        return replace(share, mask=mask * is_evaluated[:, None])
 
     def _read_next(self, first_sample: int, replica: int) -> Share:
         """Return a replica's share of the training batch that begins at `first_sample`."""
@@ -91,8 +92,8 @@ class Batches:
     ) -> Share:
         """Return a replica's share of a batch of `samples`.
 
-        pieces: of equal length, so many of each sample, each a sequence by itself
-            (train.seq_schedule).
+        pieces: the number of equal parts that each sample is cut into, each a sequence of its own
+            (train.seq_schedule). `first` of the share counts in these sequences.
         """
         # The checks of a run file see to it that the replicas divide the batch.
         share_size = global_batch // self._dp.size
@@ -171,6 +172,7 @@ class Prefetch(Generic[Batch]):
 
 
 def _read_into(future: Future[Batch], read: Callable[[int], Batch], position: int) -> None:
+    """Put what is read at `position` into the future, or the error that `read` raised."""
     try:
         future.set_result(read(position))
     except BaseException as error:  # raised in the thread that takes the batch

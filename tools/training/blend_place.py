@@ -6,7 +6,7 @@ sample after its last one, and checkpoints keep from where on which weights hold
 of the run file (`BlendPhases`), and those of earlier run files.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megaprec.checkpoint.reader import Store
 from megaprec.tokens.blend import WeightedStretch, taken_before
@@ -23,11 +23,12 @@ from tools.training.data_sources import DataSource, training_sources
 
 
 def stretches_of(config: RunConfig, datasets: Sequence[IndexedDataset]) -> list[WeightedStretch]:
-    """Return the weights of the run's data sets, by position: those of its checkpoint, and from
-    there on its own.
+    """Return the stretches of the run in order: ranges of its samples, each with the weights that
+    the data sets have there.
 
-    datasets: as their files have them, in the order of the run file. Raises UserError for a damaged
-    checkpoint.
+    A run that resumes or branches has those of its checkpoint up to the checkpoint's sample, and
+    from there on those of its own run file. datasets: as their files have them, in the order of the
+    run file. Raises UserError for a damaged checkpoint.
     """
     phases = blend_phases(config.data)
     checkpoint = open_start(config)
@@ -37,17 +38,19 @@ def stretches_of(config: RunConfig, datasets: Sequence[IndexedDataset]) -> list[
 
     before = saved_stretches(identity)
     samples = read_progress(checkpoint).samples
+    # for each data set of the run the number of the checkpoint's data set that it goes on from
     goes_on_from = _sets_before(identity.sets, training_sources(config), datasets)
     has_same_sets = goes_on_from == list(range(len(identity.sets)))
     has_same_length = saved_length(checkpoint, config) == config.train.seq_length
     if identity.phases == phases and (has_same_length or len(before) == 1):
         return before
-    given = taken_before(before, samples)
-    taken = [0 if number is None else given[number] for number in goes_on_from]
+    # how many samples each data set has given until the checkpoint: of its sets, and of the run's
+    saved_taken = taken_before(before, samples)
+    taken = [0 if number is None else saved_taken[number] for number in goes_on_from]
     if not has_same_length:
         return _in_other_length(checkpoint, config, phases, taken)
     present = phases.stretches(samples, taken)
-    # What came before cannot be said of other data sets.
+    # Earlier stretches have weights of the earlier data sets, which other sets cannot take over.
     if not has_same_sets:
         return present
     past = [stretch for stretch in before if stretch.begin <= samples]
@@ -55,7 +58,8 @@ def stretches_of(config: RunConfig, datasets: Sequence[IndexedDataset]) -> list[
 
 
 def saved_stretches(identity: Identity) -> list[WeightedStretch]:
-    """Return the weights of the data sets of a run, by position."""
+    """Return the stretches of a saved run: those that its checkpoint states, or else those that its
+    run file planned."""
     if not identity.stretches:
         return identity.phases.stretches()
     return [
@@ -76,39 +80,49 @@ def _sets_before(
     """
     if len(saved) == len(sources) == 1:
         return [0]
-    left = dict(enumerate(saved))
-    found = dict[int, int]()
+    unpaired = dict(enumerate(saved))  # by number
+    saved_number_of = dict[int, int]()  # by the number of the run's data set
     for number, source in enumerate(sources):
         name = masked(source.name)  # as it is saved
-        of_this_name = (before for before, data_set in left.items() if data_set.source == name)
-        _pair(number, of_this_name, left, found)
+        of_this_name = [before for before, data_set in unpaired.items() if data_set.source == name]
+        _pair(number, of_this_name, unpaired, saved_number_of)
     for number, dataset in enumerate(datasets):
         size = (dataset.num_tokens, dataset.num_documents)
-        of_this_size = (
+        of_this_size = [
             before
-            for before, data_set in left.items()
+            for before, data_set in unpaired.items()
             if (data_set.tokens, data_set.documents) == size
-        )
-        _pair(number, of_this_size, left, found)
-    return [found.get(number) for number in range(len(sources))]
+        ]
+        _pair(number, of_this_size, unpaired, saved_number_of)
+    return [saved_number_of.get(number) for number in range(len(sources))]
 
 
 def _pair(
-    number: int, candidates: Iterable[int], left: dict[int, DataSet], found: dict[int, int]
+    number: int,
+    candidates: Sequence[int],
+    unpaired: dict[int, DataSet],
+    saved_number_of: dict[int, int],
 ) -> None:
-    """Let a data set of the run go on from the first of some saved ones that are left, if it does
-    not go on from one already."""
-    before = next(iter(candidates), None)
-    if number not in found and before is not None:
-        found[number] = before
-        del left[before]
+    """Let a data set of the run go on from the first of the candidates, unless there is none, or it
+    has one already.
+
+    number: of the run's data set. candidates: numbers of saved data sets, all among the unpaired.
+    """
+    if number in saved_number_of or not candidates:
+        return
+    before = candidates[0]
+    saved_number_of[number] = before
+    del unpaired[before]
 
 
 def _in_other_length(
     checkpoint: Store, config: RunConfig, phases: BlendPhases, taken: Sequence[int]
 ) -> list[WeightedStretch]:
-    """Return the stretches to come if samples have another length than before: of each data set as
-    many tokens count as taken."""
+    """Return the stretches to come if samples have another length than in the checkpoint's run.
+
+    taken: samples of the old length that each data set has given. Each goes on after as many
+    tokens, counted in samples of the new length.
+    """
     old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
     begin = read_progress(checkpoint).samples * old_length // length

@@ -83,7 +83,7 @@ def set_plans(config: RunConfig, corpus: Corpus) -> list[SetPlan]:
 
 
 def phase_plans(config: RunConfig, corpus: Corpus) -> list[PhasePlan]:
-    """Return the phases that the run reaches."""
+    """Return the plan of each phase that the run reaches."""
     total = config.total_samples
     phases = blend_phases(config.data)
     begins = [begin for begin in phases.begins if begin < total]
@@ -104,7 +104,7 @@ def blend_lines(config: RunConfig, corpus: Corpus) -> list[str]:
     """Return the lines about a blend at the start of a run: its data sets, and its phases if the
     weights change."""
     phases = blend_phases(config.data)
-    # of weights that hold for the whole run the share that was asked for
+    # Weights that hold for the whole run are told as asked for, not as the counted samples have it.
     total_weight = sum(phases.first_weights)
     wanted = [weight / total_weight for weight in phases.first_weights]
     lines = [f"blended from {len(corpus.datasets)}"]

@@ -50,10 +50,11 @@ def _open_origin(config: RunConfig) -> Store:
 
 def is_branch(config: RunConfig, checkpoint: Path) -> bool:
     """Return True if a checkpoint that the run goes on from is one of another folder."""
-    folders = (checkpoint.parent, config.checkpoint_folder)
-    if any(map(is_remote, folders)):
-        return str(folders[0]) != str(folders[1])
-    return checkpoint.parent.resolve() != config.checkpoint_folder.resolve()
+    folder = checkpoint.parent
+    own_folder = config.checkpoint_folder
+    if is_remote(folder) or is_remote(own_folder):
+        return str(folder) != str(own_folder)
+    return folder.resolve() != own_folder.resolve()
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -77,7 +78,8 @@ def require_origin_intact(config: RunConfig) -> None:
 
 
 def _of_key(config: RunConfig, error: UserError) -> UserError:
-    """Return the error of a checkpoint as one of train.branch_from."""
+    """Return the error of a checkpoint with "train.branch_from" and its value before each problem,
+    and a hint if the value is a path from another working directory."""
     value = config.train.branch_from
     prefix = f"train.branch_from = {toml(value)}: "
     hint = optional_parts.working_directory_hint(config.origin("train.branch_from"), value)
@@ -86,8 +88,8 @@ def _of_key(config: RunConfig, error: UserError) -> UserError:
 
 
 def _for_an_origin(problem: Problem) -> Problem:
-    """Return a problem of a checkpoint with the remedy for one that the run only reads: moved away,
-    it would be missing."""
+    """Return a problem of a checkpoint with another remedy: a damaged one of the run's own may be
+    moved away, but one that it only reads would then be missing."""
     if "remedy" not in problem.fields:
         return problem
     remedy = "restore it, or give another"

@@ -121,14 +121,15 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
 
 
 def reorders_sums(key: str, *values: object) -> bool:
-    """Return True for a change to or from ZeRO-2 or 3, which add ranks before micro-batches.
+    """Return True if the key changes between ZeRO-2 or 3 and less: these add gradients over ranks
+    after each micro-batch, others once, after the sum of micro-batches.
 
     values: the two of the key, as they are or in TOML's grammar.
     """
     if key != "parallel.zero":
         return False
-    by_microbatch = [str(value) in ("2", "3") for value in values]
-    return any(by_microbatch) and not all(by_microbatch)
+    reduces_each_microbatch = [str(value) in ("2", "3") for value in values]
+    return any(reduces_each_microbatch) and not all(reduces_each_microbatch)
 
 
 def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:
@@ -226,12 +227,12 @@ def _describe_causes(checkpoint: Store, config: RunConfig, progress: TrainState)
     last_rate, _ = rates_around(checkpoint, config, progress)
     of_rates = [key for key in current if _may_decide_rates(key)]
     changed = [key for key in of_rates if saved.get(key, current[key]) != current[key]]
-    undone = list[str]()
+    decisive = list[str]()
     for key in changed:
         rates = _rates_or_none({**current, key: saved[key]})
         if rates and last_rate is not None and not _is_jump(last_rate, rates.at(progress)):
-            undone.append(key)
-    causes = undone or changed
+            decisive.append(key)
+    causes = decisive or changed
     if causes == ["train.steps"]:
         change = f"{saved['train.steps']} -> {config.train.steps}"
         return f": train.steps {change} stretches the {config.lr.schedule} schedule"
@@ -310,7 +311,7 @@ def _rates_of_keys(keys: dict[str, str]) -> LearningRates | None:
             if table in tables:
                 tables[table][name] = parse_toml(f"value = {toml_value}")["value"]
         return LearningRates.of(LR(**tables["lr"]), Train(**tables["train"]))
-    # a checkpoint of another version, whose keys or values are not those of today
+    # the checkpoint is of another version, which had other keys or values
     except (ValidationError, ValueError, TypeError):
         return None
 
@@ -354,7 +355,7 @@ def processor() -> str:
 
 
 def arithmetic_changes(checkpoint: Store) -> Iterator[str]:
-    """Yield a line for each of `arithmetic` that the checkpoint records otherwise."""
+    """Yield a line for each entry of `arithmetic` of which the checkpoint records another value."""
     for name, now in arithmetic().items():
         before = checkpoint.index.get(name, now)
         if before != now:

@@ -6,6 +6,10 @@ in a training step. It compiles these calls, tries each and compares it with its
 code rounds differently, and tensor ranks compute the same norms of the same numbers, so what one
 rank cannot compile is compiled on none. torch keeps compiled code between runs, in the folder that
 TORCHINDUCTOR_CACHE_DIR names.
+
+A leaf is a function of tensors without matrix products and messages, such as a norm or a loss
+(`parallel.leaves`); a region is a larger part of a layer (`parallel.regions`). A call is one of
+them with the shapes, strides and dtypes of its tensors; its form is the function compiled for it.
 """
 
 import importlib
@@ -52,8 +56,8 @@ MAX_CHARACTERS = 160  # of a compiler's error
 def compile_leaves(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, resumed: Path | None = None
 ) -> Leaves:
-    """Return the form of the leaves by `train.compile`, the same on every rank. Collective; rank 0
-    says what it is.
+    """Return the compiled forms of leaves that `train.compile` asks for, for the same leaves on
+    every rank; PLAIN if it is off. Collective; rank 0 prints which leaves are compiled.
 
     model: with the size of its vocabulary. resumed: the checkpoint from which the run resumes.
     """
@@ -133,7 +137,8 @@ def _describe_change(leaf_names: str, resumed: Path | None) -> Iterator[str]:
 def leaf_calls(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device
 ) -> list[LeafCall]:
-    """Return the calls of leaves in a training step of this rank."""
+    """Return the different calls of leaves in a training step of this rank, in the order of their
+    first use."""
     noted = dict[LeafCall, None]()
     options = replace(
         config.engine_options,
@@ -167,23 +172,24 @@ def leaf_calls(
 
 
 def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[LeafCall]:
-    """Return the calls of leaves in the statistics of gradients and in AdamW's update, which are
-    noted while they are made with tensors without storage.
+    """Return the calls of leaves in the statistics of gradients and in AdamW's update.
 
-    No weight in FP8 is among the tensors.
+    They are noted while both run on a buffer without storage, of each length that passes have.
+    Weights held in FP8 are not tried.
     """
     noted = dict[LeafCall, None]()
     leaves = Leaves(recorded_calls=noted)
     step = Step(0.0, 0.0, *torch.ones(3, device="meta").unbind())
-    # weights as the plan holds them, and those that it keeps wider
-    for of_kind in (plan, replace(plan, keep_fp32=("*",))):
-        parameter = torch.nn.Parameter(torch.empty(LENGTHS[0], device="meta"))
-        attach(parameter, Layout((Part("weight", (LENGTHS[0],)),)))
+    # weights as the plan holds them, and weights that it keeps in FP32
+    for plan_of_weights in (plan, replace(plan, keep_fp32=("*",))):
+        longest, *_ = LENGTHS
+        parameter = torch.nn.Parameter(torch.empty(longest, device="meta"))
+        attach(parameter, Layout((Part("weight", (longest,)),)))
         state = moments_of(rule, parameter)
         meta = torch.device("meta")
         buffer = Buffer(
             parameters=[parameter],
-            plan=of_kind,
+            plan=plan_of_weights,
             dp=Axis("dp"),
             shards=Axis("zero"),
             pp_rank=0,
@@ -200,8 +206,11 @@ def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[LeafCall]:
 
 
 def try_calls(calls: list[LeafCall]) -> tuple[dict[LeafCall, Callable[..., Any]], dict[str, str]]:
-    """Compile and try each call; return the compiled forms, and why leaves cannot be compiled, by
-    name."""
+    """Compile each call, and compare what it computes with the uncompiled function.
+
+    Return the compiled forms, and by the name of each leaf that failed the first reason. Forms of
+    a leaf that failed may be among the first.
+    """
     forms = dict[LeafCall, Callable[..., Any]]()
     reasons = dict[str, str]()
     with torch.no_grad(), warnings.catch_warnings():

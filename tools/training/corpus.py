@@ -170,10 +170,12 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
 
 
 def _identify_stretches(samples: Samples | Blend) -> list[BlendStretch]:
-    """Return the stretches of a run whose weights change or have changed; none of others."""
+    """Return the stretches of a blend whose weights change or have changed, as checkpoints store
+    them; none of other data."""
     if not isinstance(samples, Blend):
         return []
     stretches = samples.stretches
+    # one stretch from the first sample on: the weights of the run file say it
     if len(stretches) == 1 and not stretches[0].begin:
         return []
     return [
@@ -199,7 +201,8 @@ def _identify(
 ) -> DataSet:
     """Return the identity of a data set.
 
-    points: its weights. record: what its build has recorded, if anything.
+    points: (sample from which it holds, weight) of each of its weights. record: of its build, if
+    there is one.
     """
     _, first_weight = points[0]
     return DataSet(
@@ -232,10 +235,11 @@ def open_built(
     tokenizer_file: Path | None,
     stretches: Sequence[WeightedStretch] = (),
 ) -> Corpus:
-    """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
-    once.
+    """Open existing data sets and an existing tokenizer file, and return the corpus, without
+    identity, notes and validation sets. Any number of processes may do so at once.
 
-    stretches: the weights of the data sets by position; without any, those of `stretches_of`.
+    stretches: ranges of the run's samples with the weights of the data sets there; if empty, those
+    of `stretches_of`.
     """
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     model = config.model.with_vocab(vocabulary_size(config, tokenizer))
@@ -245,8 +249,6 @@ def open_built(
     sources = training_sources(config)
     datasets = list[IndexedDataset]()
     streams = list[IndexedDataset]()  # the data sets with the token before each document
-    trained = list[Samples]()
-    held_out = list[Samples | None]()
     rule = held_out_rule(config)
     for source, prefix in zip(sources, prefixes, strict=True):
         with naming_settings(config, source):
@@ -254,13 +256,16 @@ def open_built(
             _require_loss_mask(config.data, dataset)
             streams.append(with_begin(dataset, begin_token))
         datasets.append(dataset)
-    # of a blend all or none: its batches have a mask on all ranks, or on none
+    # Decided for a blend as a whole, so that all its batches have a mask, or none has.
     resets = _resets(config.data, datasets)
+    trained = list[Samples]()
+    held_out = list[Samples | None]()
     for source, stream in zip(sources, streams, strict=True):
         train_samples, held_out_samples = _split(config, source, stream, rule, resets)
         trained.append(train_samples)
         held_out.append(held_out_samples)
 
+    # as if there were one data set; of a blend all are mixed below
     opened = Corpus(
         datasets=tuple(datasets),
         train=trained[0],
@@ -271,18 +276,26 @@ def open_built(
         documents=_tokens_around_documents(streams, begin_token, tokenizer),
     )
     stretches = stretches or stretches_of(config, datasets)
-    # A single data set goes on in its own order, unless it comes from a blend.
+    # A single data set goes on in its own order, unless the checkpoint's run had a blend: then it
+    # begins after the samples that the blend has taken of it.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    # an evaluation mixes as the run begins to, however long it is
-    weights = [WeightedStretch.first(blend_phases(config.data).first_weights)]
-    names = [source.name for source in sources]
-    evaluated = [samples for samples in held_out if samples is not None]
     return replace(
         opened,
-        train=Blend(trained, stretches, names),
-        held_out=Blend(evaluated, weights, names) if evaluated else None,
+        train=Blend(trained, stretches, [source.name for source in sources]),
+        held_out=_held_out_blend(config, held_out),
     )
+
+
+def _held_out_blend(config: RunConfig, held_out: Sequence[Samples | None]) -> Blend | None:
+    """Return the held-out samples of all data sets, mixed by the first weights of the run, wherever
+    the run is; None if nothing is held out."""
+    evaluated = [samples for samples in held_out if samples is not None]
+    if not evaluated:
+        return None
+    stretch = WeightedStretch.first(blend_phases(config.data).first_weights)
+    names = [source.name for source in training_sources(config)]
+    return Blend(evaluated, [stretch], names)
 
 
 def _split(
@@ -321,8 +334,9 @@ def _split(
 def requested_begin_token(config: RunConfig) -> int | None:
     """Return the id of the token before each document that data.begin asks for, None for none.
 
-    Where the user leaves it open, a resume takes what the checkpoint was trained with: it does not
-    use the weights of train.init_from. Otherwise the run file has the id of these weights.
+    A run that goes on from a checkpoint takes the token that the checkpoint was trained with, if
+    the user has left data.begin open ("auto") or its value comes from train.init_from, whose
+    weights such a run does not load.
     """
     begin_token = config.data.begin
     if begin_token == "auto" or _is_of_first_weights(config):
@@ -380,8 +394,8 @@ def _tokens_around_documents(
 
 
 def open_run_data(config: RunConfig) -> Corpus:
-    """Open the data that a run was trained on, from the files in its folder. Builds nothing. Raises
-    UserError if they no longer exist.
+    """Return the data that a run was trained on, opened from the files in its folder. Builds
+    nothing. Raises UserError if they no longer exist.
     """
     sources = training_sources(config)
     tokenizer_file = existing_tokenizer(config)
@@ -450,7 +464,8 @@ def _all_samples(
 
 
 def _resets(data: Data, datasets: Sequence[IndexedDataset]) -> Resets:
-    """Return the settings of samples of these data sets, which are mixed with each other."""
+    """Return how samples of these data sets, which are mixed with each other, treat the ends of
+    documents and the loss mask."""
     has_mask = any(dataset.has_mask for dataset in datasets)
     return Resets(
         attention_mask=data.reset_attention_mask,

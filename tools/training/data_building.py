@@ -58,7 +58,7 @@ class _TextTokenizer:
     def has_built(self, source: DataSource, text: TextSource, by_content: bool = False) -> bool:
         """Return True if the data set of a text exists and is the one that would be built.
 
-        by_content: a text with another name or time is read.
+        by_content: a text whose file has another name or time is read and compared by its content.
         """
         tokenizer = loaded_once(self.file)
         if tokenizer is None:
@@ -219,7 +219,7 @@ def _learn_tokenizer(
 ) -> None:
     """Write the tokenizer of the texts: their characters, or pieces of data.vocab_size. What is
     wrong with a text is told with that text's own key."""
-    unreadable: list[DataSource] = []
+    unreadable: list[DataSource] = []  # the one whose documents raised UserError, if any
 
     def documents() -> Iterator[str]:
         for source, text in texts.items():
@@ -240,7 +240,8 @@ def _learn_tokenizer(
     except UserError:
         own_key = "data.tokenizer" if tokenizer.characters else "data.vocab_size"
         keys = [] if unreadable else [own_key]
-        with naming_settings(config, [*unreadable, *texts][0], *keys):
+        source_at_fault = unreadable[0] if unreadable else next(iter(texts))
+        with naming_settings(config, source_at_fault, *keys):
             raise
 
 
@@ -277,21 +278,25 @@ def _require_unchanged_texts(
 def _changed_texts(
     missing: Sequence[DataSource], texts: Mapping[DataSource, TextSource], checkpoint: Store
 ) -> Iterator[Problem]:
-    """Yield a problem for each text that is not one that the checkpoint was trained on."""
+    """Yield a problem for each text that is not one that the checkpoint was trained on.
+
+    missing: sources whose data sets are not built. A text is left to the later comparison of tokens
+    if the checkpoint has no digests of texts and no earlier data set is in its place.
+    """
     identity = read_identity(checkpoint)
     saved_sets = identity.sets if identity else []
-    by_content = any(_has_digest(saved) for saved in saved_sets)
+    has_digests = any(_has_digest(saved) for saved in saved_sets)
     for source in missing:
         if any(_is_text(saved.text, texts[source]) for saved in saved_sets):
             continue
-        if not source.index_file.exists() and not by_content:
+        if not source.index_file.exists() and not has_digests:
             continue  # it is built, and its tokens are compared with those of the checkpoint
         yield Problem.of(
             "training.other_text",
             key=source.key,
             names=_describe_names(source.name, [saved.source for saved in saved_sets]),
             path=checkpoint.path,
-            reason="its documents are others" if by_content else _reason_without_digest(source),
+            reason="its documents are others" if has_digests else _reason_without_digest(source),
             hint=_hint_at_existing_tokens(source),
         )
 

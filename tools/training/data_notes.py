@@ -23,8 +23,9 @@ def tokenizer_notes(
 ) -> Iterator[str]:
     """Yield notes on a data set and the tokenizer of a run.
 
-    record: what its build has recorded, if anything. Raises UserError if the data set was built
-    with another tokenizer than the one that lies beside it.
+    prefix: path of the data set without .bin. record: what its build has recorded, if anything.
+    Raises UserError if the data set was built with another tokenizer than the one that lies beside
+    it.
     """
     if tokenizer:
         yield from tokenizer.notes
@@ -62,11 +63,14 @@ def tokenizer_notes(
 def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
     """Yield a note if data sets were built with different tokenizers.
 
-    records: by prefix; without a record they may be.
+    records: what the builds have recorded, by prefix of the data set; a set without a record is
+    passed over.
     """
     built = [(prefix, record) for prefix, record in records.items() if record]
+    if not built:
+        return
+    first_prefix, first = built[0]
     for prefix, record in built:
-        first_prefix, first = built[0]
         # Records of earlier builds have the digest of the file alone.
         same_file = record.get(FILE_DIGEST) == first.get(FILE_DIGEST)
         same_meaning = TOKENS_DIGEST in record and record[TOKENS_DIGEST] == first.get(TOKENS_DIGEST)
@@ -89,7 +93,7 @@ def begin_notes(
     documents: DocumentTokens,
     tokenizer: Tokenizer | None,
 ) -> Iterator[str]:
-    """Yield the notes of a run.
+    """Yield notes on the tokens before and after the documents of a run.
 
     streams: its data sets as they are trained on. begin_token: the token that data.begin asks for.
     documents: the tokens that the model sees around documents.

@@ -107,25 +107,25 @@ def _prefix(names: tuple[str, ...], built: Path) -> Path:
 
 @contextmanager
 def naming_settings(config: RunConfig, source: DataSource | None, *keys: str) -> Iterator[None]:
-    """Put what they concern before the problems that are raised inside the context.
+    """Put keys and values of the run file before each problem of a UserError that is raised inside
+    the context.
 
-    source: None for data.tokenizer. keys: further keys of the run file that are named.
+    source: its key and name come first; None for a problem of data.tokenizer. keys: further keys.
     """
     try:
         yield
     except UserError as error:
         settings = [f"{key} = {config.value(key)}" for key in keys]
-        hint_for = optional_parts.working_directory_hint
         if source:
             settings.insert(0, f"{source.key} = {toml(source.name)}")
-            table_key, _, _ = source.key.partition("[")
-            hint = hint_for(config.origin(table_key), source.name)
+            key, _, _ = source.key.partition("[")  # without the number of a data set
+            name = source.name
         else:
-            hint = optional_parts.working_directory_hint(
-                config.origin("data.tokenizer"), config.data.tokenizer
-            )
-        before = f"{', '.join(settings)}: "
-        problems = [problem.within(before, hint) for problem in error.problems]
+            key = "data.tokenizer"
+            name = config.data.tokenizer
+        hint = optional_parts.working_directory_hint(config.origin(key), name)
+        prefix = f"{', '.join(settings)}: "
+        problems = [problem.within(prefix, hint) for problem in error.problems]
         raise UserError(*problems) from error
 
 
@@ -225,15 +225,15 @@ def trained_tokenizer(config: RunConfig) -> Path:
 def count_characters(config: RunConfig) -> int:
     """Return the number of different characters in the texts of the run, of which the beginning is
     read. Raises UserError."""
-    found = set[str]()
-    left = MOST_COUNTED
+    characters = set[str]()
+    left = MOST_COUNTED  # characters of text still to read
     for source in training_sources(config):
         for _, text in source.open_text(config.data, None):
-            found.update(text)
+            characters.update(text)
             left -= len(text)
             if left <= 0:
-                return len(found)
-    return len(found)
+                return len(characters)
+    return len(characters)
 
 
 def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
@@ -249,6 +249,8 @@ def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
 
 
 def _too_small_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Problem:
+    """Return the problem that model.vocab, given or that of first weights, is below the tokenizer's
+    number of tokens."""
     size = config.model.vocab
     tokens = tokenizer.vocab_size
     path = tokenizer.path

@@ -106,7 +106,7 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
     layouts = [config.parallel.model_copy(update={"data": size}) for size in sizes]
     parallel = next((layout for layout in layouts if not layout_problems(config, layout)), None)
     if parallel is None:
-        # the world is what is wrong, not the batches that do not divide by it
+        # In an interactive shell of SLURM the number of ranks is what is wrong, not the batches.
         in_shell = os.environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
         if in_shell and (alone := lone_task(os.environ)):
             raise UserError(alone)
@@ -256,6 +256,7 @@ class Restarts:
         return ranks
 
     def _ranks_to_start(self) -> int:
+        """Return how many ranks are started after a crash; 0, and print the reason, if none is."""
         if not self.left:
             return _refuse_restart(
                 f"the restarts are used up (train.restarts = {self.config.train.restarts})"

@@ -27,7 +27,8 @@ class EndReport:
         self.reason = ""
 
     def noting(self, again: OnLostRank) -> OnLostRank:
-        """Return `again`, which notes the message of each rank that is lost."""
+        """Return a function that notes the message of a lost rank as the reason, and then does what
+        `again` does: decides on how many ranks the run goes on."""
 
         def note(lost_rank: LostRank) -> int:
             self.reason = lost_rank.message
@@ -37,7 +38,8 @@ class EndReport:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Write the end of what runs within the context. Errors pass through."""
+        """When the block ends, write how it has ended: its errors, which pass through, and what the
+        run has left."""
         if self._file is None:
             yield
             return

@@ -72,6 +72,7 @@ def expected_first_loss(model: ModelConfig, share: Share) -> FirstLoss:
     squares, repeated = _of_targets(share)
     chance = sigma * math.sqrt(squares)
     chance += math.sqrt(math.expm1(variance) / model.vocab)
+    # the largest logit of the current token itself, which a tied head knows
     peak = sigma * math.sqrt(model.hidden) if model.tied else 0.0
     if model.final_softcap:
         peak = min(peak, model.final_softcap)
@@ -90,8 +91,8 @@ def expected_first_loss(model: ModelConfig, share: Share) -> FirstLoss:
 def _std_of_head(model: ModelConfig) -> float:
     """Return the standard deviation of the head's weights, with the final norm's factor: by the
     run file and the published rule of muP, and not by the code that draws them."""
-    of_kind = model.init.embedding if model.tied else model.init.head
-    std = of_kind or model.init_std
+    own_std = model.init.embedding if model.tied else model.init.head
+    std = own_std or model.init_std
     if not model.mup_base_hidden:
         return std
     # logits shrink with the width, tied or not

@@ -155,13 +155,14 @@ def _whole_model_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recip
     context = Context(
         plan, tensor_axis, fp8=FP8State(recipe, model.layers, tensor_axis), experts=experts
     )
-    whole_model = cuts(model, 1, config.train.seq_length)[0]  # the only stage of one
+    (whole_model,) = cuts(model, 1, config.train.seq_length)  # the only stage of one
     # Only shapes and names are asked for, which need no memory.
     with torch.device("meta"):
         return Stage(model.with_zero_weights, context, whole_model)
 
 
 def _describe_recipe(recipe: FP8Recipe) -> str:
+    """Return kind of scales, format of codes and what else is not usual, in words."""
     codes = "e2m1" if recipe.scales.four_bits else recipe.format
     description = f"{recipe.kind}, {codes}"
     if recipe.scales.keeps_history:
@@ -204,6 +205,6 @@ def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
         pattern = re.sub(r"^layers\.\d+\.", "layers.%.", name)
         layers_by_pattern[pattern].add(layer)
     for pattern, layers in layers_by_pattern.items():
-        counts = dict.fromkeys(layers, 1)  # which are of no use here
+        counts = dict.fromkeys(layers, 1)  # layer_spans joins neighbours of equal counts
         for layer_range, _ in layer_spans(counts):
             yield pattern.replace("%", layer_range)

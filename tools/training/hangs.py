@@ -60,6 +60,7 @@ class EndRecord(BaseModel):
 
     @model_validator(mode="after")
     def _require_ranks(self) -> "EndRecord":
+        """Raise ValueError if the record names a rank that the run does not have."""
         named_ranks = [self.rank.rank, *self.culprits, *(beat.rank for beat in self.others)]
         if not all(0 <= rank < self.ranks for rank in named_ranks):
             raise ValueError(f"it names a rank that is not one of {self.ranks}")
@@ -121,6 +122,7 @@ def _read_records(folder: Path) -> Sequence[EndRecord]:
 
 
 def _read_record(file: Path) -> EndRecord:
+    """Return the record in a file. Raises UserError if it cannot be read or is damaged."""
     try:
         return EndRecord.model_validate_json(read_whole(file))
     except OSError as error:
@@ -167,7 +169,7 @@ def watching(
     except Exception as error:
         watchdog.error = error
         if num_ranks > 1:
-            # The launcher sends it, while this rank leaves by itself.
+            # The launcher ends all ranks by SIGTERM; this one is leaving already.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if lost_connection(str(error)):
             # The rank that is gone or hangs has its own reason: this one is no culprit.

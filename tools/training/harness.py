@@ -58,6 +58,8 @@ def require_harness(config: RunConfig) -> None:
 
 
 def _require_known_tasks(manager: Any, data: Data) -> None:
+    """Raise UserError, with a problem for each task of data.lm_eval that the harness does not
+    have."""
     known_tasks = set(manager.all_tasks)
     missing = [name for name in data.lm_eval if name not in known_tasks]
     if not missing:
@@ -171,8 +173,9 @@ class Harness:
 def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:
     """Return rank 0's samples on all ranks; none: there are no more. Collective over the world.
 
-    Two messages: the lengths of both parts of the second, and in it two numbers for each sample,
-    then the token ids of all.
+    Two messages. The first has two numbers: how many sizes and how many token ids follow. The
+    second has the sizes, two for each sample (its length, and the first target that counts), and
+    then the tokens and targets of each sample.
     """
     world = relay.world
     if world.group is None:
@@ -199,6 +202,8 @@ def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:
 
 
 def _unpack_samples(message: Ids, num_sizes: int) -> list[Window]:
+    """Return the samples of the second message of `_broadcast_samples`, of which the first
+    `num_sizes` numbers are the sizes."""
     samples = list[Window]()
     start = num_sizes
     for length, first in message[:num_sizes].reshape(-1, 2).tolist():

@@ -88,7 +88,7 @@ def check_growth(config: RunConfig, allowed: Collection[str]) -> None:
 
 
 def growth_of(config: RunConfig, corpus: Corpus) -> "VocabularyGrowth | None":
-    """Return the rows that the weights of train.init_from get for new tokens; None if
+    """Return how the embedding and the head of train.init_from get rows for new tokens; None if
     train.grow_vocabulary asks for none."""
     if config.train.grow_vocabulary == "none":
         return None
@@ -99,7 +99,10 @@ def growth_of(config: RunConfig, corpus: Corpus) -> "VocabularyGrowth | None":
 def _growth(
     config: RunConfig, vocab: int, old: Tokenizer | None, tokenizer: Tokenizer | None
 ) -> "VocabularyGrowth":
-    """Return the rows for new tokens. old: the tokenizer of the weights, if it is known."""
+    """Return how embedding and head grow to `vocab` rows, one for each token.
+
+    old: the tokenizer of the weights, None if it is not known. tokenizer: the run's.
+    """
     kind = config.train.grow_vocabulary
     assert kind != "none"
     rows = optional_parts.initial_model(path_of(config.train.init_from), config.model).model.vocab

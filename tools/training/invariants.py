@@ -72,9 +72,9 @@ class Invariants:
         self._begin = begin
         self._is_saved = is_saved
         self._is_first = True  # no step of this process was taken
-        self._awaits_movement = True
+        self._awaits_movement = True  # no step of this process has moved the weights
         self._has_compared_skip = False
-        self._watches = False
+        self._watches = False  # the movement of the present step is compared
         self._tokens_here = 0.0  # of this rank's shares, by their masks
         self._samples = begin.samples
         self._applied = begin.applied
@@ -104,7 +104,8 @@ class Invariants:
         return dict(self._findings)
 
     def before(self, step: int) -> None:
-        """Prepare for the step of this number, from 1."""
+        """Prepare to compare the movement of the weights in the step of this number, from 1, if it
+        is: in each step until one moves them, then in those that are saved."""
         if self._awaits_movement:
             self._watches = True
         elif self._is_saved(step):
@@ -116,7 +117,7 @@ class Invariants:
     def after(
         self, report: StepReport, progress: TrainState, share: Share, ends: bool
     ) -> list[tuple[str, str]]:
-        """Return the invariants that the step has broken first, and how.
+        """Return (name, what is wrong) of each invariant that this step is the first to break.
 
         progress: after the step. share: of this rank. ends: it is the last step of this process.
         """
@@ -124,6 +125,7 @@ class Invariants:
         in_samples = self._config.lr.unit == "samples"
         completed = self._applied_samples if in_samples else self._applied
         self._add(report, share)
+        # sums over ranks and comparisons of copies take time: not after each step
         looks = self._is_first or ends or self._is_saved(step)
         problems = [(RATE, self._rate_problem(report, completed, looks))]
         problems.append((TOKENS, self._samples_problem(progress)))
@@ -144,7 +146,8 @@ class Invariants:
         return broken
 
     def _add(self, report: StepReport, share: Share) -> None:
-        """Count the step, by its report and its share."""
+        """Add the step to the counts of samples and applied steps, of all ranks, and of tokens, of
+        this rank."""
         samples = len(share.tokens) // share.pieces * self._engine.dp.size
         self._samples += samples
         if report.changed:
@@ -159,8 +162,9 @@ class Invariants:
             self._findings[name] = InvariantFinding(PROVEN, why)
 
     def _rate_problem(self, report: StepReport, completed: int, looks: bool) -> str:
-        """Compare the rate of the step after `completed` steps or samples, and the count of applied
-        steps."""
+        """Return what is wrong with the learning rate of the step, which comes after `completed`
+        applied steps or samples; "" if nothing is. looks: compare the count of applied steps too,
+        which is read from the device."""
         config = self._config
         if config.lr.unit == "samples":
             length = config.lr.length or config.total_samples
@@ -184,6 +188,8 @@ class Invariants:
         return ""
 
     def _samples_problem(self, progress: TrainState) -> str:
+        """Return how the samples of the run differ from those of its batches, or of the schedule of
+        batches; "" if they do not."""
         steps = progress.step - self._begin.step
         of_schedule = self._config.batches.after(self._begin.samples, steps)
         if progress.samples == self._samples == of_schedule:
@@ -194,10 +200,11 @@ class Invariants:
         )
 
     def _tokens_problem(self) -> str:
-        """Compare the tokens that losses were divided by with those of the batches."""
+        """Return how the tokens that losses were divided by differ from the tokens of the batches
+        that count; "" if they do not. Collective over the world."""
         engine = self._engine
         counted_here = engine.counted_tokens_so_far - self._counted_before
-        # 0 on ranks without the last stage
+        # the count is 0 on ranks without the last stage
         by_engine = engine.optimizer.world.max_(counted_here).item()
         local = engine.counted_tokens_so_far.new_full((), self._tokens_here)
         by_batches = engine.dp.sum_(local).item()
@@ -210,6 +217,8 @@ class Invariants:
         return ""
 
     def _first_loss_problem(self, report: StepReport, share: Share) -> str:
+        """Return why the loss of the step is not that of fresh weights; "" if it may be, or is not
+        finite and so tells nothing."""
         loss = report.loss
         if loss != loss or abs(loss) == float("inf"):
             why = f"the loss of the first step was {loss}"
@@ -226,7 +235,7 @@ class Invariants:
         return problem
 
     def _movement_problems(self, report: StepReport) -> Iterator[str]:
-        """Compare the weights with those before the step."""
+        """Yield what is wrong with the movement of the weights from those before the step."""
         self._watches = False
         if not report.changed or not report.lr:
             yield from self._still_problems(report)
@@ -243,8 +252,11 @@ class Invariants:
         self._prove(MOVEMENT, _named(moved))
 
     def _still_problems(self, report: StepReport) -> Iterator[str]:
-        """Yield what has moved in a step that moves nothing; of several that follow on each other
-        only the first is compared, unless the weights were moved before."""
+        """Yield a problem if tensors have moved in a step that was skipped, or had a rate of 0.
+
+        Until a step has moved the weights, only the first such step is compared: a run may begin
+        with many.
+        """
         kind = "was skipped" if not report.changed else "had a learning rate of 0"
         if self._findings[MOVEMENT].verdict == NOT_TRIED:
             self._findings[MOVEMENT] = InvariantFinding(NOT_TRIED, NO_STEP)
@@ -256,6 +268,7 @@ class Invariants:
             yield f"the step {kind}, and {in_words(changed)} moved"
 
     def _is_frozen(self, name: str) -> bool:
+        """Return True if the tensor of this name need not be trained."""
         if self._model.factory:  # which may freeze what it likes
             return True
         if is_never_trained(name):
@@ -263,6 +276,8 @@ class Invariants:
         return any(fnmatchcase(name, pattern) for pattern in self._config.optimizer.frozen)
 
     def _copies_problem(self) -> str:
+        """Return which tensors differ between ranks that hold the same ones; "" if none does.
+        Collective over the world."""
         if self._config.train.numerics == "canonical":
             why = 'train.numerics = "canonical", whose ranks are virtual'
             self._findings[COPIES] = InvariantFinding(NOT_TRIED, why)
@@ -277,10 +292,10 @@ class Invariants:
 
 
 def _named(moved: Moved) -> str:
-    """Return the tensors that need not have moved, in words."""
-    parts: list[str] = []
+    """Return the tensors that have not moved and need not have, with the reason, in words."""
+    reasons: list[str] = []
     if moved.without_gradient:
-        parts.append(f"without a gradient: {in_words(moved.without_gradient)}")
+        reasons.append(f"without a gradient: {in_words(moved.without_gradient)}")
     if moved.lost:
-        parts.append(f"too small an update for their dtype: {in_words(moved.lost)}")
-    return "; ".join(parts)
+        reasons.append(f"too small an update for their dtype: {in_words(moved.lost)}")
+    return "; ".join(reasons)

@@ -68,11 +68,11 @@ def export_kept(folder: Path) -> list[str]:
     Returns a warning for each that cannot be written.
     """
     try:
-        kept = made_here(folder)
+        checkpoints = made_here(folder)
     except UserError as error:  # a server that is gone ends no run
         return list(error.problems)
     warnings: list[str] = []
-    for path in kept:
+    for path in checkpoints:
         try:
             if not _is_exported(path):
                 _export(path)
@@ -112,7 +112,8 @@ def _export(path: Path) -> None:
     with scratch_folder("export") as folder:
         here = Path(folder) / EXPORTED
         convert(source, target, here, _no_progress)
-        for file in sorted(here.iterdir(), key=lambda file: file.name == CONFIG):
+        in_order = sorted(here.iterdir(), key=lambda file: file.name == CONFIG)  # config.json last
+        for file in in_order:
             send(file, path / EXPORTED / file.name)
 
 

@@ -25,9 +25,9 @@ def with_kept_format(config: RunConfig) -> RunConfig:
         return config
     if checkpoint is None or saved.get(KIND_KEY) != toml(config.fp8.kind):
         return config
-    for kept in FORMATS:
-        if saved.get(FORMAT_KEY) == toml(kept):
-            return config.with_value(FORMAT_KEY, kept, f"checkpoint {checkpoint.path}")
+    for kept_format in FORMATS:
+        if saved.get(FORMAT_KEY) == toml(kept_format):
+            return config.with_value(FORMAT_KEY, kept_format, f"checkpoint {checkpoint.path}")
     return config
 
 

@@ -126,6 +126,8 @@ def require_local_meeting(ranks: int) -> None:
 
 
 def _require_open_files(needed: int) -> None:
+    """Raise this process's soft limit of open files to `needed`, if it is lower. Raises UserError
+    if the hard limit is lower too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -193,6 +195,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
+        """Return the process ID of each rank started. Raises SignalException, with no rank
+        started, if a signal came before."""
         if received := self._ranks.received:
             raise SignalException(f"got {received.name}", received)
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -338,7 +342,7 @@ def _last_lines(rank: int, failure: ProcessFailure) -> str:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Set the thread count that ranks inherit and silence the agent's log, within the context."""
+    """Within the context, set the thread count that ranks inherit, and silence the agent's log."""
     old_environment = dict(os.environ)
     old_handler = signal.getsignal(signal.SIGQUIT)
     os.environ.pop(RESTARTED, None)  # which a shell may have left

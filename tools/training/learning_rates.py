@@ -42,14 +42,16 @@ class LearningRates:
         return self.schedule.at(max(0, progress.applied_samples - batch))
 
     def steps_of_skipped(self, progress: TrainState, skipped_samples: int) -> int:
-        """Return the number of further steps by which a schedule that skips held up would end."""
+        """Return how many more steps the run needs for the schedule to reach its end, because only
+        applied steps move it. skipped_samples: those of skipped steps."""
         if self.batches is None:
             return progress.skipped
-        return -(-skipped_samples // self.batches.at(progress.samples))
+        batch = self.batches.at(progress.samples)
+        return -(-skipped_samples // batch)  # rounded up
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps before and after each end of a formula of the schedule that is to come,
-        counted as by `at`: 0 is the next step.
+        """Yield the step at which each part of the schedule ends, warm-up, stable phase and the
+        whole, and the step after it. Steps are counted as by `at`, where 0 is the next one.
         """
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):

@@ -96,6 +96,7 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
 
 
 def _process_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
+    """Yield a problem for more ranks, threads or processes than this machine takes."""
     max_processes = most_processes()
     machine_cores = counted(cores(), "core")
     limit = f"this machine has {machine_cores}, and takes {max_processes} at most"
@@ -169,14 +170,14 @@ def _state_bytes(config: RunConfig) -> int:
     # A frozen parameter is a weight alone.
     sizes = logical_shapes(model)
     trained = sum(prod(sizes[name]) for name in trained_names(config.optimizer, model))
-    share = trained / sum(map(prod, sizes.values()))
+    trained_share = trained / sum(map(prod, sizes.values()))
 
     def bytes_of(parameters: int, copies: int) -> int:
         # ZeRO-1 shards the optimizer state over the copies: together they hold it once.
         sharded_copies = 1 if parallel.zero else copies
         if_trained = on_every_rank * copies + sharded * sharded_copies
         if_frozen = config.plan.parameters.itemsize * copies
-        return int(parameters * (share * if_trained + (1 - share) * if_frozen))
+        return int(parameters * (trained_share * if_trained + (1 - trained_share) * if_frozen))
 
     shared_bytes = bytes_of(num_parameters(model) - experts, parallel.copies)
     return shared_bytes + bytes_of(experts, expert_replicas(parallel))
@@ -222,7 +223,7 @@ def bound_product_caches() -> None:
     on a CPU, unless the environment says how many. Before the first product of this process.
 
     They keep one for each number of rows, half a MiB each, and up to a thousand of them: the rows
-    of an expert are others in each step. Of how many are kept the bits of a product do not depend.
+    of an expert are others in each step. The bits of a product do not depend on how many are kept.
     """
     for name in PRODUCT_CACHES:
         os.environ.setdefault(name, str(KEPT_KERNELS))

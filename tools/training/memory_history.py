@@ -38,7 +38,8 @@ class _Held(NamedTuple):
 
 @contextmanager
 def memory_history(rank: int, optimizer: ParallelAMPOptimizer, folder: Path) -> Iterator[None]:
-    """Context manager that writes what holds this rank's GPU's memory if it runs out inside.
+    """Within the context torch remembers allocations; if this rank's GPU runs out of memory, what
+    held it is written to the run's folder.
 
     folder: of the run.
     """
@@ -94,10 +95,11 @@ def memory_table(
     snapshot: as torch takes it: segments, each with its blocks. kinds: bytes of weights, gradients
     and optimizer state, which are part of it.
     """
-    segments = [each for each in snapshot["segments"] if each["device"] == (device.index or 0)]
+    number = device.index or 0
+    segments = [segment for segment in snapshot["segments"] if segment["device"] == number]
     reserved = sum(segment["total_size"] for segment in segments)
-    held = _held_by_place(segments)
-    in_use = sum(place.amount for place in held.values())
+    held_by_place = _held_by_place(segments)
+    in_use = sum(held.amount for held in held_by_place.values())
     lines = [
         f"{size(in_use)} in use, {size(reserved - in_use)} held by torch and free",
         "of the memory in use, the state of training: "
@@ -105,12 +107,12 @@ def memory_table(
         "",
         f"{'in use':>10} {'blocks':>8}  allocated at < called from",
     ]
-    in_order = sorted(held.items(), key=lambda item: item[1].amount, reverse=True)
-    lines += [_row(place, each) for place, each in in_order[:ROWS]]
-    others = [each for _, each in in_order[ROWS:]]
+    places = sorted(held_by_place, key=lambda place: held_by_place[place].amount, reverse=True)
+    lines += [_row(place, held_by_place[place]) for place in places[:ROWS]]
+    others = [held_by_place[place] for place in places[ROWS:]]
     if others:
-        amount = sum(each.amount for each in others)
-        blocks = sum(each.blocks for each in others)
+        amount = sum(held.amount for held in others)
+        blocks = sum(held.blocks for held in others)
         lines.append(_row(counted(len(others), "other place"), _Held(amount, blocks)))
     return "\n".join(lines) + "\n"
 

@@ -49,32 +49,36 @@ def foresee(config: RunConfig) -> Foreseen | None:
         return None
     target = target_of(config)
     config = config.on_device(target.device)
-    found = _speeds_here(config, target)
-    if found is None:
+    speeds_and_basis = _speeds_here(config, target)
+    if speeds_and_basis is None:
         return None
-    assumed, basis = found
-    # without the bytes of each rank, for which layers are built and run
+    assumed, basis = speeds_and_basis
+    # of the mean rank: bytes of each rank would need layers to be built and run
     prediction = predict_of_mean_rank(config, passes_of(config), assumed)
     return Foreseen(config, prediction, basis)
 
 
 def _speeds_here(config: RunConfig, target: DeviceTarget) -> tuple[Assumptions, str] | None:
-    """Return the speeds of this machine, and what they are from; None if they are not known."""
+    """Return the speeds of this machine, and what they are from; None if they are not known.
+
+    They are those of the calibration, if it is of this machine and device, or else those of the
+    table of GPUs.
+    """
     on_cpu = target.device == "cpu"
-    known = UNKNOWN_CPU if on_cpu else None
+    uncalibrated = UNKNOWN_CPU if on_cpu else None
     if target.gpu:
-        known = assumptions_of(target.gpu, config.plan)
-    if known is None:
+        uncalibrated = assumptions_of(target.gpu, config.plan)
+    if uncalibrated is None:
         return None
-    of_table = None if on_cpu else (known, target.name)
+    of_table = None if on_cpu else (uncalibrated, target.name)
     if not CALIBRATION.is_file():
         return of_table
     calibration = read_calibration(CALIBRATION)
     differs = [*differences(calibration, target.device)]
     if calibration.device != target.device or differs:
         return of_table
-    speeds = calibrated(config, calibration, known)
-    # of a CPU that was measured in another dtype nothing is known
+    speeds = calibrated(config, calibration, uncalibrated)
+    # the table has no CPU, so what was not measured in this dtype is not known
     if on_cpu and speeds.missing:
         return None
     return speeds.assumed, f"{CALIBRATION} of {calibration.date}"

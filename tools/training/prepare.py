@@ -143,7 +143,8 @@ def prepare(
     put_aside_records(Path(config.train.folder))
     for warning in run_warnings(config, corpus, local_ranks(config), device_of_run(config)):
         say(f"warning    {warning}")
-    # at the end of the run else: the card of an exported checkpoint says bits per byte
+    # Other runs write them at their end. An exported checkpoint needs them for its card, which
+    # gives bits per byte.
     if config.checkpoint.export == "hf":
         write_yardsticks(config, corpus)
         if note := optional_parts.export_note(config):

@@ -96,10 +96,8 @@ def _require_same_masks(corpus: Corpus, masked: set[str]) -> None:
     here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
     problems = list[Problem]()
     for prefix in sorted(masked ^ masked_prefixes(corpus)):
-        readers = ("rank 0", here) if prefix in masked else (here, "rank 0")
+        reader, other = ("rank 0", here) if prefix in masked else (here, "rank 0")
         mask = with_suffix(path_of(prefix), LOSS_MASK)
-        reader = readers[0]
-        other = readers[1]
         problems.append(
             Problem.of("training.loss_mask_differs", mask=mask, reader=reader, other=other)
         )
@@ -126,7 +124,7 @@ def _missing_files(required: Sequence[Path]) -> list[Path]:
     on_one_host = ranks <= read_number("LOCAL_WORLD_SIZE", default=str(ranks))
     wait_seconds = 0.0 if on_one_host else NFS_SECONDS
     deadline = time.monotonic() + wait_seconds
-    # a URL is one without a copy
+    # A URL here is that of a tokenizer of which this machine has no copy: waiting does not help.
     while missing := [path for path in required if is_remote(path) or not path.is_file()]:
         if time.monotonic() >= deadline or any(map(is_remote, missing)):
             return missing

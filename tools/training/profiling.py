@@ -95,23 +95,36 @@ class StepProfile:
         trace = self._folder / f"{name}.json.gz"
         profiler.export_chrome_trace(str(trace))
         operators = _operators(profiler)
-        sections: list[tuple[str, Rows]] = [
-            ("operators, by the time of the host in them alone", operators),
-            ("forward passes of modules, with those inside them", _modules(profiler)),
-        ]
         kernels = kernel_record(kernels_among(profiler.events() or ()), ROWS)
-        if "kernel_table" in kernels:
-            idle = kernels["idle_share"]
-            rows = [(str(kernel), runs, ms) for kernel, runs, ms, _ in kernels["kernel_table"]]
-            sections.append((f"kernels; the GPU had none for {idle:.1%} of the time", rows))
-        text = "\n\n".join(f"{title}\n\n{_as_table(rows)}" for title, rows in sections)
-        put_text(self._folder / f"{name}.txt", text + "\n")
-        total = sum(milliseconds for _, _, milliseconds in operators) or 1.0
-        most = ", ".join(f"{operator} {ms / total:.0%}" for operator, _, ms in operators[:SHOWN])
-        if "idle_share" in kernels:
-            most += f"; the GPU idle for {kernels['idle_share']:.1%}"
+        text = _tables(operators, _modules(profiler), kernels)
+        put_text(self._folder / f"{name}.txt", text)
         steps = f"steps {self._first} to {step}"
-        say(f"profile    {steps} on rank {self._rank}: {most}; {trace}, for Perfetto")
+        longest = _longest_in_words(operators, kernels)
+        say(f"profile    {steps} on rank {self._rank}: {longest}; {trace}, for Perfetto")
+
+
+def _tables(operators: Rows, modules: Rows, kernels: Mapping[str, Any]) -> str:
+    """Return the tables of a profile as text. kernels: as `kernel_record` has them."""
+    sections = [
+        ("operators, by the time of the host in them alone", operators),
+        ("forward passes of modules, with those inside them", modules),
+    ]
+    if "kernel_table" in kernels:
+        idle = kernels["idle_share"]
+        of_kernels = [(str(name), runs, ms) for name, runs, ms, _ in kernels["kernel_table"]]
+        sections.append((f"kernels; the GPU had none for {idle:.1%} of the time", of_kernels))
+    text = "\n\n".join(f"{title}\n\n{_as_table(rows)}" for title, rows in sections)
+    return text + "\n"
+
+
+def _longest_in_words(operators: Rows, kernels: Mapping[str, Any]) -> str:
+    """Return the operators that took most of the host's time, each with its share, and how long
+    the GPU was idle."""
+    total = sum(milliseconds for _, _, milliseconds in operators) or 1.0
+    words = ", ".join(f"{operator} {ms / total:.0%}" for operator, _, ms in operators[:SHOWN])
+    if "idle_share" in kernels:
+        words += f"; the GPU idle for {kernels['idle_share']:.1%}"
+    return words
 
 
 def _mark_modules(stage: nn.Module, number: int, count: int) -> Iterator[RemovableHandle]:
@@ -124,26 +137,32 @@ def _mark_modules(stage: nn.Module, number: int, count: int) -> Iterator[Removab
 
 
 def _begin(name: str, spans: list[Any], module: nn.Module, arguments: object) -> None:
+    """Open a span: a hook before a forward pass. spans: those of the module that are open."""
     span = record_function(name)
     span.__enter__()
     spans.append(span)
 
 
 def _end(spans: list[Any], module: nn.Module, arguments: object, output: object) -> None:
+    """Close the newest span: a hook after a forward pass, also of one that has raised."""
     if spans:
         spans.pop().__exit__(None, None, None)
 
 
 def _operators(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
+    """Return name, runs and milliseconds of each operator on the host, without those that it calls;
+    the longest first."""
     rows: list[tuple[str, int, float]] = []
     for event in profiler.key_averages():
         is_span = event.is_user_annotation or event.key.startswith(_OF_AUTOGRAD)
         if not is_span and event.self_cpu_time_total > 0:
             rows.append((event.key, event.count, event.self_cpu_time_total / 1e3))
-    return sorted(rows, key=lambda row: -row[2])
+    return _longest_first(rows)
 
 
 def _modules(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
+    """Return name, runs and milliseconds of the forward passes of modules, the longest first.
+    Modules whose names differ in numbers alone are one row."""
     runs: dict[str, int] = defaultdict(int)
     milliseconds: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
@@ -151,8 +170,17 @@ def _modules(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
             name = re.sub(r"\b\d+\b", "*", event.key.removeprefix(MODULE))
             runs[name] += event.count
             milliseconds[name] += event.cpu_time_total / 1e3
-    rows = [(name, runs[name], milliseconds[name]) for name in runs]
-    return sorted(rows, key=lambda row: -row[2])
+    return _longest_first([(name, runs[name], milliseconds[name]) for name in runs])
+
+
+def _longest_first(rows: list[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
+    """Return rows of name, runs and milliseconds by falling milliseconds."""
+
+    def milliseconds_of(row: tuple[str, int, float]) -> float:
+        _, _, milliseconds = row
+        return milliseconds
+
+    return sorted(rows, key=milliseconds_of, reverse=True)
 
 
 def _as_table(rows: Rows) -> str:

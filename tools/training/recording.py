@@ -101,7 +101,7 @@ def _total_tokens(config: RunConfig, progress: TrainState) -> int | None:
 def _naming_the_checkpoint(
     config: RunConfig, progress: Callable[[], TrainState], first_step: int
 ) -> Iterator[None]:
-    """Add the newest whole checkpoint to the error of a file.
+    """Within the context, add the newest whole checkpoint to the error of a file.
 
     An error that is raised while a run ends gets the reason of that end, too.
 

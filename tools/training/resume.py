@@ -77,8 +77,8 @@ def check_resumable(
     """Raise UserError if the run cannot resume from the newest checkpoint in its folder.
 
     corpus: None before the data is open; then only keys are compared, and former folders of the
-    run's checkpoints are looked at. allowed: differences that are
-    accepted, of `data_identity.ALLOW`.
+    run's checkpoints are looked at. allowed: differences that are accepted, of
+    `data_identity.ALLOW`.
     """
     # once is enough: a former place may be at a URL that does not answer
     checkpoint, branches = _checked_start(config, looks_at_former=corpus is None)
@@ -320,7 +320,7 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     rule = make_rule(config.optimizer)
     numbers = checkpoint.index.get("optimizer")
     missing = [name for name in rule.names if not checkpoint.shapes(name)]
-    # Numbers of a rule of torch begin with the first applied step.
+    # A rule of torch has numbers of its own, such as a count of steps, after its first step.
     if (
         isinstance(rule, TorchRule)
         and read_progress(checkpoint).applied
@@ -337,7 +337,10 @@ def _unused_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     """Yield a note if the checkpoint has state of an update rule that the run's rule does not
     have."""
     names = make_rule(config.optimizer).names
-    kinds = dict.fromkeys(key.partition("/")[0] for key in checkpoint.index["tensors"])
+    kinds = dict[str, None]()  # each once, in their order
+    for key in checkpoint.index["tensors"]:  # kind/name
+        kind, _, _ = key.partition("/")
+        kinds[kind] = None
     saved = [kind for kind in kinds if kind not in ("weight", EMA)]
     unused = [kind for kind in saved if kind not in names]
     if unused:
@@ -392,7 +395,11 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
 
 
 def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Yield a problem if a data set is known to be built with another tokenizer."""
+    """Yield a problem if a data set is known to be built with another tokenizer.
+
+    By the digest in the set's record, or by the tokenizer file beside the set, if that is the one
+    that the set was built with.
+    """
     record = read_record(prefix)
     if record is None:
         return
@@ -496,6 +503,8 @@ def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Ite
 
 
 def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
+    """Return where the run goes on in its data: after as many tokens as the checkpoint's run has
+    read, if samples have another length now. Random windows keep the number of the sample."""
     old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
     samples = read_progress(checkpoint).samples
@@ -509,12 +518,26 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
         following, repeated = divmod(samples * old_length, length)
         return _DataPosition(following, repeated)
+    return _position_in_epochs(samples, old_length, corpus.train, corpus.held_out, config)
 
+
+def _position_in_epochs(
+    samples: int,
+    old_length: int,
+    training: Samples,
+    held_out: Samples | Blend | None,
+    config: RunConfig,
+) -> _DataPosition:
+    """Return where a run goes on in a single data set, after `samples` samples of the old length.
+
+    A sample has a number in the text, counted in samples of one length; the numbers of held-out
+    samples are not trained on. training, held_out: samples of the new length.
+    """
+    length = config.train.seq_length
     old_numbers = training_numbers(
-        corpus.train.dataset, old_length, config.data.held_out, held_out_rule(config)
+        training.dataset, old_length, config.data.held_out, held_out_rule(config)
     )
-    new_numbers = corpus.train.chosen
-    new_epoch_samples = len(corpus.train)
+    new_numbers = training.chosen
     # Whole epochs are counted in samples of the old length, and the rest in tokens.
     epoch, samples_in_epoch = divmod(samples, len(old_numbers))
     next_number = int(old_numbers.numbers(np.int64(samples_in_epoch)))
@@ -524,12 +547,11 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     if new_numbers.index_of(number + 1) == following:
         repeated = 0
     trained_of_held_out = 0
-    if isinstance(corpus.held_out, Samples):
+    if isinstance(held_out, Samples):
         # The borders of the held-out part are at whole samples, and so have moved, too.
         trained = old_numbers if epoch else old_numbers.beginning(samples_in_epoch)
-        held_out = corpus.held_out.chosen
-        trained_of_held_out = trained.shared_tokens(old_length, held_out, length)
-    next_sample = epoch * new_epoch_samples + following
+        trained_of_held_out = trained.shared_tokens(old_length, held_out.chosen, length)
+    next_sample = epoch * len(training) + following
     return _DataPosition(next_sample, repeated, trained_of_held_out)
 
 
@@ -541,9 +563,9 @@ def _drawn_of_held_out(old_length: int, config: RunConfig, corpus: Corpus) -> in
     held_out = corpus.held_out
     held_out_parts = held_out.parts if isinstance(held_out, Blend) else [held_out]
     tokens = 0
-    for trained, kept in zip(corpus.training_parts, held_out_parts, strict=True):
+    for trained, evaluated in zip(corpus.training_parts, held_out_parts, strict=True):
         old_numbers = training_numbers(
             trained.dataset, old_length, config.data.held_out, held_out_rule(config)
         )
-        tokens += old_numbers.shared_tokens(old_length, kept.chosen, config.train.seq_length)
+        tokens += old_numbers.shared_tokens(old_length, evaluated.chosen, config.train.seq_length)
     return tokens

@@ -79,10 +79,14 @@ def _check_outside(config: RunConfig) -> None:
     for evaluated in data.validation:
         key = f"data.validation {evaluated.name}"
         sources += [(key, name) for name in names_of(evaluated.source)]
-    for (written, folder), (key, source) in product(folders, sources):
+    for (folder_key, folder), (source_key, source) in product(folders, sources):
         if _would_be_read(Path(folder).resolve(), source):
             raise UserError.of(
-                "command.folder_in_source", written=written, folder=folder, key=key, source=source
+                "command.folder_in_source",
+                written=folder_key,
+                folder=folder,
+                key=source_key,
+                source=source,
             )
 
 
@@ -103,7 +107,8 @@ def _would_be_read(folder: Path, source: str) -> bool:
 
 
 def lock_folder(config: RunConfig) -> AbstractContextManager[None]:
-    """Lock the run folder, so that no other process trains in it. Raises UserError if one does."""
+    """Return the context in which the run folder is locked, so that no other process trains in it.
+    Raises UserError if one does."""
 
     def refuse() -> None:
         raise UserError.of("command.folder_in_use", folder=config.train.folder)

@@ -9,7 +9,7 @@ a key that has no effect on these data. Keys that have none beside other keys ar
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,8 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 
 
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each data set that the run repeats too often; a smaller number is too often
+    in a blend, where other sets could take more."""
     train = config.train
     is_blend = isinstance(corpus.train, Blend)
     for plan in set_plans(config, corpus):
@@ -92,6 +94,7 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _endless_warmup(config: RunConfig) -> Iterator[str]:
+    """Yield a line if the warm-up of the learning rate is as long as the run, or longer."""
     lr = config.lr
     total_count = config.total_samples if lr.unit == "samples" else config.train.steps
     if lr.warmup >= total_count:
@@ -128,6 +131,7 @@ def _all_layers_in_nvfp4(config: RunConfig) -> Iterator[str]:
 
 
 def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each evaluated set with fewer samples than the run file asks for."""
     train = config.train
     for field, samples in corpus.evaluated.items():
         if len(samples) < evaluated_samples(train, MAX_SIZE):
@@ -170,16 +174,16 @@ def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 def _largest_shares(config: RunConfig) -> list[float]:
     """Return the largest share of each data set in any phase; without a blend there is one set."""
     phases = blend_phases(config.data)
-    # along a line the largest is at an end
-    shares = [phases.shares_at(begin) for begin in phases.begins]
-    return [float(max(of_set)) for of_set in zip(*shares, strict=True)]
+    # Shares that change linearly are largest where a phase begins or ends.
+    shares_by_phase = [phases.shares_at(begin) for begin in phases.begins]
+    return [float(max(shares_of_set)) for shares_of_set in zip(*shares_by_phase, strict=True)]
 
 
 def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
     """Yield a line if weights of a blend change after the last sample of the run."""
     samples = config.total_samples
     phases = blend_phases(config.data)
-    # a line may end with the run
+    # weights that change linearly may reach their last values with the last sample
     first_late = samples + 1 if phases.linear else samples
     late = [begin for begin in phases.begins if begin >= first_late]
     if late:
@@ -190,6 +194,7 @@ def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
 
 
 def _groups_without_effect(config: RunConfig) -> Iterator[str]:
+    """Yield a line if a key about the choice of groups of experts is set where all are taken."""
     router = config.model.router
     if not router.limits and router.group_best != PLAIN.group_best:
         yield (
@@ -252,18 +257,7 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         long_documents = np.flatnonzero(dataset.document_lengths() >= SHORTEST_DOCUMENT)
         sets[set_name] = _sampled_contents(dataset, long_documents)
 
-    # Only training documents as long as one of the evaluated ones can be equal to it.
-    all_evaluated = held_out.union(*sets.values())
-    token_counts = sorted({len(content) // TOKEN_BYTES for content in all_evaluated})
-    lengths = np.array(token_counts, np.int64)
-    trained = set[bytes]()
-    for part in parts:
-        for document in _training_documents(part, lengths):
-            # Compared as bytes, whose hash a set can look up.
-            content = document.tobytes()
-            if content in all_evaluated:
-                trained.add(content)
-
+    trained = _trained_among(held_out.union(*sets.values()), parts)
     if repeated := held_out & trained:
         yield (
             f"data.held_out: {len(repeated):,} of {len(held_out):,} held-out documents are in the "
@@ -277,6 +271,24 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
                 "are in the training data too, so its loss is no measure for new text: remove "
                 "them from one of the two"
             )
+
+
+def _trained_among(evaluated: set[bytes], parts: Sequence[Samples]) -> set[bytes]:
+    """Return the contents of evaluated documents that are those of training documents, too.
+
+    A content is the bytes of a document's token ids, whose hash a set can look up. parts: the
+    training samples of each data set.
+    """
+    # Only training documents as long as one of the evaluated ones can be equal to it.
+    token_counts = sorted({len(content) // TOKEN_BYTES for content in evaluated})
+    lengths = np.array(token_counts, np.int64)
+    trained = set[bytes]()
+    for part in parts:
+        for document in _training_documents(part, lengths):
+            content = document.tobytes()
+            if content in evaluated:
+                trained.add(content)
+    return trained
 
 
 def _sampled_contents(dataset: IndexedDataset, numbers: NDArray[np.int64]) -> set[bytes]:

@@ -122,6 +122,8 @@ class Saves:
             self._record_outcome(self._saving.finish())
 
     def _record_outcome(self, outcome: Outcome) -> None:
+        """Note that no save is under way, keep its problem if it failed, and print that (rank 0
+        alone) and its warnings."""
         self._saving = None
         self._print_warnings(outcome.warnings)
         self._problem = ""

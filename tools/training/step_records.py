@@ -190,8 +190,8 @@ def overflow_event(
     overflow_monitor: OverflowMonitor,
     samples_in_order: Samples | Blend,
 ) -> dict[str, Any]:
-    """Return the record for events.jsonl of a step that was not finite, skipped or applied all the
-    same.
+    """Return the record for events.jsonl of a step that was not finite, and was skipped, or applied
+    nevertheless.
 
     samples: positions of the global batch in the run's order. samples_in_order: the samples in that
     order, which have numbers in their data set; in a blend with the name of the data set.
@@ -232,8 +232,8 @@ def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
 def _offender_fields(
     offender: Offender, first_of_batch: int, samples_in_order: Samples | Blend
 ) -> dict[str, Any]:
-    """Return the fields of an offender, with its samples as positions in the run's order and as
-    numbers in the data set.
+    """Return the fields of an offender, a tensor whose gradient was not finite, with the samples of
+    its micro-batch as positions in the run's order and as numbers in the data set.
 
     first_of_batch: position of the first sample of the global batch.
     """
@@ -282,9 +282,8 @@ class Digests:
     def _event(self, progress: TrainState, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the event of the state as it is now. fields: about the step or the load."""
         tensor_digests = self._state.make()
-        numbers = (
-            self._optimizer.saved_numbers()
-        )  # the loss scaler's and counts, beside the tensors
+        # the loss scaler's and counts, beside the tensors
+        numbers = self._optimizer.saved_numbers()
         progress_fields = asdict(progress)
         return {
             "event": DIGEST,

@@ -49,7 +49,8 @@ class Connection:
         self.lost = ""  # why they were shut down; "" if they were not
 
     def watch(self) -> None:
-        """Look at them, and at the ranks of this machine, as long as this process lives."""
+        """Look at the connections, and at the ranks of this machine, until the connections are shut
+        down or this process ends."""
         last_with_ranks = time.monotonic()
         last_message = last_with_ranks
         while not self.lost:
@@ -69,7 +70,7 @@ class Connection:
                 )
 
     def _end_silent(self, without_ranks: float) -> None:
-        """Shut them down if the other side is silent.
+        """Shut the connections down if the other side is silent.
 
         without_ranks: seconds without a rank, in which the other side was probed.
         """
@@ -115,7 +116,8 @@ def _connections_to(port: int) -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(int(number))) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                if connection.getpeername()[1] == port:
+                _, peer_port, *_ = connection.getpeername()
+                if peer_port == port:
                     yield connection
 
 

@@ -83,6 +83,10 @@ if TYPE_CHECKING:
 class Trainer:
     """One rank of a run.
 
+    A stage is a part of the model's layers, and a share the part of a batch that a data-parallel
+    rank computes. A record has the numbers of a step, for metrics.jsonl; events are for
+    events.jsonl.
+
     mesh: None for one process without torch.distributed.
     checkpoint: from which the run resumes, the same on every rank; None: it starts at step 1.
     observers: of the optimizer's steps.
@@ -135,14 +139,7 @@ class Trainer:
         self._samples_of_step = range(0)  # positions of the last step's global batch
         self._share_of_step: Share | None = None  # of the last step
         self._invariants: Invariants | None = None  # while `run` takes steps
-        if checkpoint:
-            self._resume(checkpoint)
-        elif config.train.init_from:
-            self._begin_with(path_of(config.train.init_from))
-        elif self._shares_drawing:
-            optional_parts.draw_weights(
-                self.engine.stages.values(), self.engine.optimizer, config.train.seed
-            )
+        self._fill_state()
         self._statistics: Any = None  # of weights, gradients and updates, if there are any
         if config.log.statistics:
             layers = _layers_of(self.engine.stages.values())
@@ -156,7 +153,8 @@ class Trainer:
         self._is_stopping = False  # True when all ranks know that one was asked to stop
 
     def _build_engine(self, mesh: DeviceMesh | None, observers: Sequence[StepObserver]) -> Engine:
-        """Build the stages of this rank, the optimizer over them, and their engine. Collective."""
+        """Build the stages of this rank and the optimizer over them; return their engine.
+        Collective over the world."""
         config = self.config
         options = replace(
             config.engine_options,
@@ -181,8 +179,8 @@ class Trainer:
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
     def _leaves(self, mesh: DeviceMesh | None) -> Leaves:
-        """Return the form of the leaves by train.compile: of functions without products and
-        messages, such as norms and losses (`parallel.leaves`). Collective."""
+        """Return the leaves, compiled or plain, as train.compile asks for: functions without matrix
+        products and messages, such as norms and losses (`parallel.leaves`). Collective."""
         is_plain = self.config.compile_mode(device_of(mesh).type) == "off"
         # a resumed run may have been compiled before, and says so
         if is_plain and self.resumed is None:
@@ -191,13 +189,27 @@ class Trainer:
 
     @property
     def _shares_drawing(self) -> bool:
-        """Return True if replicas share out the drawing of initial weights, as they share
-        masters. A model of a factory may have values that no layout states."""
+        """Return True if each replica draws a part of the initial weights: the part whose master
+        weights it holds by ZeRO. Not with model.factory, whose initial values need not be those
+        that the layout of a parameter states."""
         parallel = self.config.parallel
         return bool(parallel.zero) and parallel.copies > 1 and not self.config.model.factory
 
+    def _fill_state(self) -> None:
+        """Load the state of the checkpoint or the weights of train.init_from, or draw the initial
+        weights if building the stages has not. Collective over the world."""
+        train = self.config.train
+        if self.resumed:
+            self._resume(self.resumed)
+        elif train.init_from:
+            self._begin_with(path_of(train.init_from))
+        elif self._shares_drawing:
+            stages = self.engine.stages.values()
+            optional_parts.draw_weights(stages, self.engine.optimizer, train.seed)
+
     def _begin_with(self, folder: Path) -> None:
-        """Load the weights of train.init_from. Collective over the world."""
+        """Load the weights of train.init_from, and draw what they lack: rows of new tokens, or
+        tensors that they do not have. Collective over the world."""
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
         drawn = optional_parts.InitialWeights(stages, optimizer.plan, self.config.train.seed)
@@ -208,7 +220,7 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
-        # As lines of the run, without a place in the code.
+        # Printed as lines of the run: Python would add the place in the code.
         with warnings.catch_warnings(record=True, action="always") as caught:
             load(
                 checkpoint,
@@ -334,7 +346,8 @@ class Trainer:
         return optional_parts.memory_history(self.rank, self.engine.optimizer, folder)
 
     def _checked_step(self, journal: Journal | None) -> "tuple[StepReport, Shadow | None]":
-        """Take a step. If the sentinel finds that it was computed wrongly, end the run."""
+        """Take a step, and return what `step` does. Raises FaultyHardware, with the event written,
+        if the sentinel finds that the step was computed wrongly."""
         try:
             return self.step()
         except Exception as error:
@@ -463,16 +476,18 @@ class Trainer:
         return optional_parts.padding_fields(self.corpus.train, self._samples_of_step, seq_length)
 
     def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Tensor]:
-        """Return what evaluations after this step have found, by field, and add their means to its
-        record; nothing if none is due. Collective over the world."""
+        """Evaluate if that is due after this step, and add mean losses and results of tasks to its
+        record. Return the losses of samples by field, as `_evaluate_all` does; {} if none is due.
+        Collective over the world."""
         self._evaluated = {}
         if not self._evaluates_after(self.progress.step):
             return {}
         with self.position.in_phase(Phase.EVALUATION):
             evaluated = self._evaluate_all()
             for field, numbers in evaluated.items():
+                tokens_of_samples = numbers[1]
                 self._evaluated[field] = mean_loss(numbers)
-                self._evaluated_tokens[field] = int(numbers[1].sum())
+                self._evaluated_tokens[field] = int(tokens_of_samples.sum())
             record |= self._evaluated
             record |= self._task_results()
         return evaluated
@@ -525,8 +540,8 @@ class Trainer:
         return events
 
     def _invariant_events(self, report: StepReport) -> Iterator[dict[str, Any]]:
-        """Yield an event for each invariant that the step has broken first, and after the first
-        and the last step of this process what is known of all. Collective over the world."""
+        """Yield an event for each invariant that the step is the first to break, and after the
+        last step of this process one with what is known of all. Collective over the world."""
         invariants = self._invariants
         share = self._share_of_step
         if invariants is None or share is None:
@@ -548,8 +563,8 @@ class Trainer:
             yield optional_parts.collapse_event(collapsed, self.progress.step, experts, bound)
 
     def _spike_events(self, report: StepReport) -> list[dict[str, Any]]:
-        """Let the monitor note the step, and return its event if it is a spike: of those in a row
-        that were applied only the first, of which the others may be the effect."""
+        """Let the monitor note the step, and return its event if it is a spike. Of spikes in a row
+        that were applied only the first has one, for the others may be its effect."""
         samples = self._samples_of_step
         tokens = len(samples) * self.config.train.seq_length
         spike = self.spike_monitor.note(report, self._limits, tokens)
@@ -684,6 +699,7 @@ class Trainer:
         self._samples_of_step = range(before.samples, self.progress.samples)
 
     def _write_timeline(self, recording: Recording, schedule: Schedule) -> None:
+        """Gather the recorded spans of all pipeline ranks, and write them (rank 0 alone)."""
         spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
             folder = Path(self.config.train.folder)
@@ -711,6 +727,7 @@ class Trainer:
         return self._batches.share(first_sample, replica)
 
     def _save(self) -> None:
+        """Begin to save the state after the last step."""
         extra = extra_entries(
             self.config,
             self.corpus,
@@ -726,8 +743,8 @@ class Trainer:
 
 
 def _layers_of(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers of stages by logical name; a user's own stage may have none
-    by number."""
+    """Return the layers of stages by logical name, such as "layers.0"; none of a user's own stage
+    that does not keep its layers in a ModuleDict."""
     layers: dict[str, nn.Module] = {}
     for stage in stages:
         by_number = getattr(stage, "layers", None)

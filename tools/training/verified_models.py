@@ -31,7 +31,7 @@ def verified_models(config: RunConfig, initial: str, export: str) -> Iterator[st
 def _verify_initial(config: RunConfig, folder: Path) -> Iterator[str]:
     """Yield lines on first weights beside transformers: their model, and their tokenizer."""
     yield verify_initial(folder)
-    # One of another place is compared with that of the weights elsewhere.
+    # A tokenizer from another place is compared elsewhere (`check_tokens`).
     own_file = main_file(hf_tokenizer(folder)) if find_hf(folder) else None
     if own_file and config.data.tokenizer and Path(config.data.tokenizer) == own_file:
         yield initial_tokenizer_line(folder, own_file)

@@ -40,12 +40,15 @@ def changes_problems(train: Train) -> list[str]:
 
 
 def _batch_schedule(train: Train) -> Iterator[str]:
+    """Yield the problems of train.batch_schedule, whose last batch must be train.global_batch."""
     yield from changes_problems(train)
     if not train.batch_schedule:
         return
-    _, last = train.batch_schedule[-1]
-    if last != train.global_batch:
-        yield Problem.of("config.batch_schedule_last", last=last, global_batch=train.global_batch)
+    _, last_batch = train.batch_schedule[-1]
+    if last_batch != train.global_batch:
+        yield Problem.of(
+            "config.batch_schedule_last", last=last_batch, global_batch=train.global_batch
+        )
 
 
 def _batch_schedule_of_file(train: Train, parallel: Parallel) -> Iterator[str]:
@@ -77,9 +80,10 @@ def _rates_of_batches(lr: LR, train: Train) -> Iterator[str]:
 
 
 def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem for the first batch that the replicas cannot share in whole micro-batches."""
     # samples of one micro-batch of every replica
     unit = train.micro_batch * parallel.data
-    undivided = [change for change in train.batch_schedule if change[1] % unit]
+    undivided = [(samples, batch) for samples, batch in train.batch_schedule if batch % unit]
     if undivided:
         samples, batch = undivided[0]
         others = ""
@@ -120,9 +124,9 @@ def _length_schedule(train: Train) -> Iterator[str]:
     for (earlier, _), (later, _) in pairwise(changes):
         if later <= earlier:
             yield Problem.of("config.seq_schedule_order", earlier=earlier, later=later)
-    _, last = changes[-1]
-    if last != train.seq_length:
-        yield Problem.of("config.seq_schedule_last", last=last, seq_length=train.seq_length)
+    _, last_length = changes[-1]
+    if last_length != train.seq_length:
+        yield Problem.of("config.seq_schedule_last", last=last_length, seq_length=train.seq_length)
     for samples, length in changes:
         if train.seq_length % length:
             yield Problem.of(

@@ -30,12 +30,13 @@ def _first_state(train: Train) -> Iterator[str]:
 
 
 def _blend(data: Data) -> Iterator[str]:
+    """Yield the problems of data.blend: of its weights, and of a data.source beside it."""
     if data.blend and data.source != "python":
         yield Problem.of("config.source_and_blend", source=data.source)
-    of_points = [*_blend_points(data)]
-    yield from of_points
-    # without points in order there are no phases
-    if not of_points:
+    problems_of_weights = [*_blend_points(data)]
+    yield from problems_of_weights
+    # phases follow from weights whose samples are in order
+    if not problems_of_weights:
         yield from _phases(data)
 
 
@@ -101,7 +102,7 @@ def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterat
         known = ", ".join(evaluations) or "nothing: set data.held_out or data.validation"
         yield Problem.of("config.keep_best_unknown", name=unknown[0], known=known)
         return
-    # the last step has both
+    # with eval_every the last step is evaluated and saved, so there is a best checkpoint
     if not train.eval_every:
         value = toml(checkpoint.keep_best)
         yield Problem.of("config.keep_best_never_evaluated", name=value)
@@ -120,6 +121,7 @@ def _is_name(text: str) -> bool:
 
 
 def _blend_names(data: Data) -> Iterator[str]:
+    """Yield a problem for each name of a blend that no field can have, or that is there twice."""
     names = [part.name for part in data.blend if part.name]
     for name in dict.fromkeys(names):
         if not _is_name(name):
@@ -129,6 +131,8 @@ def _blend_names(data: Data) -> Iterator[str]:
 
 
 def _validation_names(data: Data) -> Iterator[str]:
+    """Yield a problem for each name of data.validation that no field can have, or that is there
+    twice."""
     names = [dataset.name for dataset in data.validation]
     for name in dict.fromkeys(names):
         if not _is_name(name):

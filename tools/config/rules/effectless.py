@@ -57,7 +57,7 @@ class Tables:
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> "Tables":
-        """Return those of all tables by name."""
+        """Return the tables that are among `tables`, all tables of a run by name."""
         return cls(**{field.name: tables[field.name] for field in fields(cls)})
 
     def get(self, key: str) -> Any:
@@ -404,6 +404,7 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
     optimizer = tables.optimizer
     has_decay = rule_kind(optimizer.name).decays
     decays = optimizer.weight_decay and has_decay
+    # why weight decay has no effect, where it has none
     reason = f"name = {toml(optimizer.name)}"
     if has_decay:
         reason = "weight_decay = 0, of which it is a factor"

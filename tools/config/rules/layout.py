@@ -89,7 +89,11 @@ def _kept_layers(parallel: Parallel) -> Iterator[str]:
 def _profile(parallel: Parallel, log: Log) -> Iterator[str]:
     """Yield a problem unless log.profile is a first and a last step, and its ranks exist."""
     steps = log.profile
-    if steps and (len(steps) != 2 or not 0 <= steps[1] - steps[0] < MOST_PROFILED):
+    is_span = False
+    if len(steps) == 2:
+        first, last = steps
+        is_span = 0 <= last - first < MOST_PROFILED
+    if steps and not is_span:
         yield Problem.of("config.profile_steps", steps=list(steps), most=MOST_PROFILED)
     absent = [rank for rank in log.profile_ranks if rank >= parallel.ranks]
     if steps and absent:
@@ -250,9 +254,9 @@ def _shorter_sequences(
             *virtual_sizes(of_length, model),
         ]
         for problem in problems:
-            before = f"train.seq_schedule [{samples}, {length}]: "
+            prefix = f"train.seq_schedule [{samples}, {length}]: "
             # every rule yields problems, which are texts
-            yield problem.within(before) if isinstance(problem, Problem) else before + problem
+            yield problem.within(prefix) if isinstance(problem, Problem) else prefix + problem
         if problems:
             return
 

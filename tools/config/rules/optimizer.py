@@ -24,6 +24,8 @@ GROWS = Growth(1.0, 2.0)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
+    """Yield why there is no schedule of the learning rate with these keys, each with phases that
+    would fit if warm-up or decay are too long."""
     if changes_problems(train):
         return  # `_batch_schedule` reports them
     unit = " (in samples)" if lr.unit == "samples" else ""
@@ -47,6 +49,7 @@ def _fitting_phases(lr: LR, train: Train) -> str:
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
+    """Yield why there is no update rule with these keys, each with the key that it is about."""
     for problem in problems_of(make_rule, optimizer):
         if problem.code in BY_OPTION_ALONE:
             yield problem.within("optimizer.options.")
@@ -77,6 +80,8 @@ def _mup_rule(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
 
 
 def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
+    """Yield a problem for each pattern of names in [optimizer] that matches no parameter, and one
+    if optimizer.frozen matches all."""
     groups = [group.pattern for group in optimizer.groups]
     yield from unmatched("optimizer.groups", groups, model)
     yield from unmatched("optimizer.frozen", optimizer.frozen, model)

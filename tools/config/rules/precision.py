@@ -33,6 +33,7 @@ def _recipe(fp8: FP8) -> Iterator[str]:
 
 
 def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
+    """Yield a problem for each part of model and layout that products in NVFP4 do not know."""
     if not fp8.four_bits:
         return
     yield from optional_parts.nvfp4_problems(model)
@@ -40,7 +41,7 @@ def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
         yield Problem.of("parallel.nvfp4_context", size=parallel.context)
     for key in ("kv_heads", "global_kv_heads"):
         count = getattr(model, key)
-        # 0: layers without the window have no others
+        # global_kv_heads is 0 if layers without the window have as many heads as the others
         if not count or parallel.tensor <= count:
             continue
         copies = parallel.tensor // count
@@ -72,6 +73,7 @@ def _kind_of_scale(precision: Precision) -> Iterator[str]:
 
 
 def _scale(precision: Precision) -> Iterator[str]:
+    """Yield a problem if the first loss scale is outside of its limits."""
     if precision.min_scale > precision.initial_scale:
         yield Problem.of(
             "config.low_first_scale",

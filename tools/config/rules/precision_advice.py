@@ -22,7 +22,7 @@ class PlanInRun:
 
 
 def advice(planned_run: PlanInRun) -> list[str]:
-    """Return a line for everything unwise."""
+    """Return a line for each unwise choice of a run's plan."""
     plan = planned_run.plan
     return [
         *_on_scaling(plan),

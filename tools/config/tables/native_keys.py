@@ -75,8 +75,8 @@ def loss_scaling(precision: Precision) -> LossScaling:
 def recipe_of(fp8: FP8, dialect: FP8Recipe | None = None) -> FP8Recipe | None:
     """Return the recipe that [fp8] asks for; None without FP8.
 
-    dialect: the recipe of another system's table, whose further fields the recipe has. Raises
-    UserError, whose problems name keys of [fp8].
+    dialect: the recipe of another system's table, from which fields come that [fp8] has no key for.
+    Raises UserError, whose problems name keys of [fp8].
     """
     if fp8.kind == "none":
         return None
@@ -89,7 +89,7 @@ def recipe_of(fp8: FP8, dialect: FP8Recipe | None = None) -> FP8Recipe | None:
 def plan_of(precision: Precision, fp8: FP8, dialect: PrecisionPlan | None = None) -> PrecisionPlan:
     """Return the plan of both tables, without origins (`with_origins` adds them).
 
-    dialect: the plan of another system's table, whose further fields the plan has. Raises
+    dialect: the plan of another system's table, from which fields come that no key has. Raises
     UserError.
     """
     widest = torch.float64 if precision.compute == "fp64" else torch.float32

@@ -84,7 +84,7 @@ def _schedule_of_file(parallel: Parallel, microbatches: int) -> Schedule:
 
 
 def read_schedule(path: str) -> Schedule:
-    """Read a schedule from a text file without checking that it can run. Raises UserError that
+    """Return the schedule of a text file, without checking that it can run. Raises UserError that
     names the file."""
     try:
         return Schedule.parse(read_text(Path(path)))

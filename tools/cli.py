@@ -30,7 +30,7 @@ from tools.commands.table import COMMANDS, GROUPS, Command
 from tools.console.json_output import to_json
 from tools.console.streams import guard_streams
 from tools.parts import optional_parts
-from tools.training.ends import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error
+from tools.training.ends import EXIT_CODES, ON_PURPOSE, RanksFailed, Stopped, as_user_error
 from tools.training.launched import is_consequence, is_local_rank, prints_own_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
@@ -53,7 +53,7 @@ def main(
         require_threads(os.environ)
     except UserError as error:
         if not _tell_program(error):
-            print(error, file=sys.stderr)
+            _print_error(error, _asks_for_document(sys.argv))
         return 2
     args = _parse(argv)
     modules_are_read()
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if prints_own_failure():
-            print("interrupted", file=sys.stderr)
+            _print_error(UserError("interrupted"), args.json)
         return 130
     except Exception as error:
         return _code_of_failure(error, args)
@@ -115,25 +115,31 @@ def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
     # where a rank was short of memory, its launcher may start it again, and its traceback says
     if isinstance(error, MemoryError) and not is_local_rank():
         cause = UserError.of("command.no_memory")
-    if isinstance(cause, Stopped):  # the first rank has printed it
-        return cause.exit_code
     if is_consequence(cause) and is_local_rank():
         # the launcher tells the reason of the rank that was first
         return 1
-    if not isinstance(cause, ON_PURPOSE):
-        raise error
     # `megaprec.train` raises it in the program that has called it
     is_told = getattr(args, "end_file", None) is not None
-    if prints_own_failure() and not is_told:
-        _print_error(cause, args)
+    tells = prints_own_failure() and not is_told
+    if isinstance(cause, Stopped | RanksFailed):
+        # the rank, or the launcher, has printed the lines
+        if tells and args.json:
+            _print_document(_problems_of(cause))
+        return cause.exit_code
+    if not isinstance(cause, ON_PURPOSE):
+        if tells and args.json:
+            _print_document([Problem(f"{type(error).__name__}: {error}")])
+        raise error
+    if tells:
+        _print_error(cause, args.json)
     return EXIT_CODES[type(cause)]
 
 
-def _print_error(error: Exception, args: argparse.Namespace) -> None:
-    """Print an error on stderr; for `--json` also as the one JSON document on stdout."""
+def _print_error(error: Exception, as_document: bool) -> None:
+    """Print an error on stderr. as_document: print it on stdout too, as the one JSON document."""
     problems = _problems_of(error)
     print(*problems, sep="\n", file=sys.stderr)
-    if getattr(args, "json", False):
+    if as_document:
         _print_document(problems)
 
 
@@ -149,6 +155,12 @@ def _print_document(problems: Iterable[Problem]) -> None:
         for problem in problems
     ]
     print(to_json({"errors": errors}))
+
+
+def _asks_for_document(words: Iterable[str]) -> bool:
+    """Return True if one of the words of a command line is `--json`, or its beginning, which
+    argparse takes for it."""
+    return any(len(word) > len("--") and "--json".startswith(word) for word in words)
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:
@@ -189,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
         if _tell_program(error):
             self.exit(2)
         # what is wrong may stand before it
-        if "--json" in sys.argv:
+        if _asks_for_document(sys.argv):
             _print_document(_problems_of(error))
         super().error(str(error))
 
@@ -251,8 +263,8 @@ def _parser_of(called: Container[str]) -> argparse.ArgumentParser:
         if name in called:
             command.load().add_arguments(command_parser)
             command_parser.epilog = _example_of(command)
-    # for `completion`
-    parser.set_defaults(parser_of_all=parser_of_all)
+    # for `completion`, and of commands that have no document
+    parser.set_defaults(parser_of_all=parser_of_all, json=False)
     return parser
 
 

@@ -54,7 +54,7 @@ from tools.inference.evaluation import Score, score
 from tools.inference.load import LoadedModel, load_model
 from tools.inference.windows import read_documents
 from tools.journal.records import odd_records
-from tools.training.launch import launch_local
+from tools.training.launch import run_local
 from tools.training.stopping import note_failure
 
 MAX_LOCAL_RANKS = 1024
@@ -155,7 +155,8 @@ def main(args: argparse.Namespace) -> int:
             )
         if replica_ranks == 1:
             return _evaluate(args, None, device_of_option(args.device, ranks=1))
-        return launch_local(_rank_command(args), replica_ranks)
+        run_local(_rank_command(args), replica_ranks)
+        return 0
     device = device_of_option(args.device, ranks=replica_ranks)
     # ranks beyond one replica share the texts
     with world(device, failed=note_failure):

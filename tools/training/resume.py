@@ -116,8 +116,8 @@ def check_resumable(
 
 
 def _way_out(config: RunConfig, model: ModelConfig, path: Path) -> Problem:
-    """Return the line on what to do about the newest checkpoint, at `path`, from which the run cannot
-    resume. One below it may be the run's own: merged weights may have been written beside it."""
+    """Return the line on what to do about the newest checkpoint, at `path`, from which the run
+    cannot resume. One below it may be the run's own: merged weights may stand beside it."""
     for older in reversed(whole_checkpoints(path.parent)):
         if step_of(older) >= step_of(path):
             continue

@@ -34,6 +34,9 @@ from tools.training.ends import EXIT_CODES, ON_PURPOSE, RanksFailed, Stopped, as
 from tools.training.launched import is_consequence, is_local_rank, prints_own_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
+# arguments whose paths are read as texts, for a few are URLs or names
+PATHS_AS_TEXTS = ("file", "source", "prefix", "path", "run_", "a", "b", "own", "data")
+URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:(?=/)", re.IGNORECASE)
 MAY_BE_EMPTY = ("--prompt", "--stop")  # options whose own lines say what an empty text means
 
 
@@ -197,7 +200,8 @@ class _Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
-        error = UserError(message + _hint_at_dashes(message))
+        hint = _hint_at_dashes(message)
+        error = UserError(f"{message}{hint}" if hint else message)
         if _tell_program(error):
             self.exit(2)
         # what is wrong may stand before it
@@ -310,10 +314,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, unparsed = parser.parse_known_args(words)
     if unparsed:
         _take_overrides(parser, args, unparsed)
+    if problem := _path_problem(args):
+        parser.error(problem)
     for name, value in vars(args).items():
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
+
+
+def _path_problem(args: argparse.Namespace) -> Problem | None:
+    """Return the problem with a path that is a dash, which other programs take for standard input
+    or output, or with a URL for which a path of this machine is needed; None if there is none."""
+    for name, value in vars(args).items():
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            is_path = isinstance(item, Path)
+            if (is_path or name in PATHS_AS_TEXTS) and str(item) == "-":
+                return Problem.of("command.path_is_dash")
+            # a path has one slash where a URL has two; a URL that may be given is none
+            scheme = URL_AS_PATH.match(str(item)) if is_path else None
+            if scheme and not os.path.lexists(scheme[0]):
+                return Problem.of("command.path_is_url", scheme=scheme[0])
+    return None
 
 
 def _require_texts(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

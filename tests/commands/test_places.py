@@ -1,6 +1,8 @@
 """Places that a command cannot take: one line names each and says what to do, and nothing is
 written."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,24 @@ def test_an_error_of_the_system_is_told_without_pythons_form(tmp_path: Path) -> 
     assert told.fields["problem"] == "No such file or directory"
     told = Problem.of("command.prompts_unreadable", option="a", error=undecoded.value)
     assert told == "a: not utf-8 text at byte 2: invalid start byte; give UTF-8 text"
+
+
+@pytest.mark.parametrize("words", [["text.txt"], ["--recipe", "shakespeare"]])
+def test_a_run_file_that_finds_no_room_is_named_and_not_left_behind(
+    words: list[str],
+    room: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "new.toml" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.chdir(room)
+    monkeypatch.setattr(os, "fsync", full)
+    line = refused(["init", *words, "-o", "new.toml"], capsys)
+    assert line.startswith("new.toml: No space left on device")
+    assert not list(room.glob("*new.toml*"))

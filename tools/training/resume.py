@@ -124,9 +124,9 @@ def _way_out(config: RunConfig, model: ModelConfig, path: Path) -> Problem:
         store = Store(older)
         hindrances = [*other_keys(read_model(store), model, ""), *_missing_state(store, config)]
         if not hindrances:
-            folder = path.parent
-            code = "training.resumable_below"
-            return Problem.of(code, path=path, folder=folder, older=older.name)
+            return Problem.of(
+                "training.resumable_below", path=path, folder=path.parent, older=older.name
+            )
         break
     return Problem.of("training.not_resumable", path=path)
 

@@ -48,13 +48,24 @@ class Problem(str):
     def of(cls, code: str, /, **fields: Any) -> Self:
         """Return the sentence of a code, with the values of its fields filled in."""
         area, _, name = code.partition(".")
-        sentence = sentences()[area][name].format(**fields)
-        plain_fields = {key: _plain(value) for key, value in fields.items()}
+        told = {key: _told(value) for key, value in fields.items()}
+        sentence = sentences()[area][name].format(**told)
+        plain_fields = {key: _plain(value) for key, value in told.items()}
         return cls(sentence, code, plain_fields)
 
     def within(self, before: str = "", after: str = "") -> "Problem":
         """Return the problem with text put before and after its sentence. The code stays."""
         return Problem(f"{before}{self}{after}", self.code, self.fields)
+
+
+def _told(value: Any) -> Any:
+    """Return a value as a sentence tells it: of an error of the system, whose text is Python's, the
+    reason alone. The sentence names the file."""
+    if isinstance(value, OSError) and value.strerror:
+        return value.strerror
+    if isinstance(value, UnicodeDecodeError):
+        return f"not {value.encoding} text at byte {value.start:,}: {value.reason}"
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -30,10 +30,13 @@ from tools.commands.table import COMMANDS, GROUPS, Command
 from tools.console.json_output import to_json
 from tools.console.streams import guard_streams
 from tools.parts import optional_parts
-from tools.training.ends import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error
+from tools.training.ends import EXIT_CODES, ON_PURPOSE, RanksFailed, Stopped, as_user_error
 from tools.training.launched import is_consequence, is_local_rank, prints_own_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
+# arguments whose paths are read as texts, for a few are URLs or names
+PATHS_AS_TEXTS = ("file", "source", "prefix", "path", "run_", "a", "b", "own", "data")
+URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:(?=/)", re.IGNORECASE)
 MAY_BE_EMPTY = ("--prompt", "--stop")  # options whose own lines say what an empty text means
 
 
@@ -53,7 +56,7 @@ def main(
         require_threads(os.environ)
     except UserError as error:
         if not _tell_program(error):
-            print(error, file=sys.stderr)
+            _print_error(error, _asks_for_document(sys.argv))
         return 2
     args = _parse(argv)
     modules_are_read()
@@ -101,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if prints_own_failure():
-            print("interrupted", file=sys.stderr)
+            _print_error(UserError("interrupted"), args.json)
         return 130
     except Exception as error:
         return _code_of_failure(error, args)
@@ -115,25 +118,31 @@ def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
     # a rank ends with its traceback, for its launcher may start it again
     if isinstance(error, MemoryError) and not is_local_rank():
         cause = UserError.of("command.no_memory")
-    if isinstance(cause, Stopped):  # the first rank has printed it
-        return cause.exit_code
     if is_consequence(cause) and is_local_rank():
         # the launcher tells the reason of the rank that was first
         return 1
-    if not isinstance(cause, ON_PURPOSE):
-        raise error
     # `megaprec.train` raises it in the program that has called it
     is_told = getattr(args, "end_file", None) is not None
-    if prints_own_failure() and not is_told:
-        _print_error(cause, args)
+    tells = prints_own_failure() and not is_told
+    if isinstance(cause, Stopped | RanksFailed):
+        # the rank, or the launcher, has printed the lines
+        if tells and args.json:
+            _print_document(_problems_of(cause))
+        return cause.exit_code
+    if not isinstance(cause, ON_PURPOSE):
+        if tells and args.json:
+            _print_document([Problem(f"{type(error).__name__}: {error}")])
+        raise error
+    if tells:
+        _print_error(cause, args.json)
     return EXIT_CODES[type(cause)]
 
 
-def _print_error(error: Exception, args: argparse.Namespace) -> None:
-    """Print an error on stderr; for `--json` also as the one JSON document on stdout."""
+def _print_error(error: Exception, as_document: bool) -> None:
+    """Print an error on stderr. as_document: print it on stdout too, as the one JSON document."""
     problems = _problems_of(error)
     print(*problems, sep="\n", file=sys.stderr)
-    if getattr(args, "json", False):
+    if as_document:
         _print_document(problems)
 
 
@@ -149,6 +158,12 @@ def _print_document(problems: Iterable[Problem]) -> None:
         for problem in problems
     ]
     print(to_json({"errors": errors}))
+
+
+def _asks_for_document(words: Iterable[str]) -> bool:
+    """Return True if one of the words of a command line is `--json`, or its beginning, which
+    argparse takes for it."""
+    return any(len(word) > len("--") and "--json".startswith(word) for word in words)
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:
@@ -188,11 +203,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Tell an error to `megaprec.train`, with `--json` as the document, or else on stderr, and
         exit with code 2."""
-        error = UserError(message + _hint_at_dashes(message))
+        hint = _hint_at_dashes(message)
+        # a message without a hint may be a Problem, which has a code
+        error = UserError(f"{message}{hint}" if hint else message)
         if _tell_program(error):
             self.exit(2)
         # what is wrong may stand before it
-        if "--json" in sys.argv:
+        if _asks_for_document(sys.argv):
             _print_document(_problems_of(error))
         super().error(str(error))
 
@@ -254,8 +271,8 @@ def _parser_of(called: Container[str]) -> argparse.ArgumentParser:
         if name in called:
             command.load().add_arguments(command_parser)
             command_parser.epilog = _example_of(command)
-    # for `completion`
-    parser.set_defaults(parser_of_all=parser_of_all)
+    # for `completion`, and of commands that have no document
+    parser.set_defaults(parser_of_all=parser_of_all, json=False)
     return parser
 
 
@@ -302,10 +319,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, unparsed = parser.parse_known_args(words)
     if unparsed:
         _take_overrides(parser, args, unparsed)
+    if problem := _path_problem(args):
+        parser.error(problem)
     for name, value in vars(args).items():
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
+
+
+def _path_problem(args: argparse.Namespace) -> Problem | None:
+    """Return the problem with a path that is a dash, which other programs take for standard input
+    or output, or with a URL for which a path of this machine is needed; None if there is none."""
+    for name, value in vars(args).items():
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            is_path = isinstance(item, Path)
+            if (is_path or name in PATHS_AS_TEXTS) and str(item) == "-":
+                return Problem.of("command.path_is_dash")
+            # a path has one slash where a URL has two; a URL that may be given is none
+            scheme = URL_AS_PATH.match(str(item)) if is_path else None
+            if scheme and not os.path.lexists(scheme[0]):
+                return Problem.of("command.path_is_url", scheme=scheme[0])
+    return None
 
 
 def _require_texts(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

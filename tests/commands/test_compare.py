@@ -23,6 +23,7 @@ from tools.analysis.plots.compare_plot import (
 from tools.analysis.plots.drawing import Line, Text
 from tools.commands import compare
 from tools.commands.compare import read_curves
+from tools.config.run_file import END, SAVED
 from tools.journal.records import METRICS, no_run
 
 MODES = {
@@ -142,6 +143,22 @@ def test_a_run_that_is_named_twice_is_compared_once(
     assert cli.main(["compare", str(run), f"{run}/../run", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [row["run"] for row in said["runs"]] == ["run"] and not said["keys"]
+
+
+def test_a_run_file_that_is_cut_is_named_and_tells_no_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = (written(tmp_path / name, [record(1, 2.0)]) for name in ("whole", "cut"))
+    text = "\n".join([SAVED, "[train]", "steps = 7  # file", "seed = 3  # file", END, ""])
+    (whole / "run.toml").write_text(text)
+    for length in (len(SAVED) - 5, text.index("seed")):
+        (cut / "run.toml").write_text(text[:length])
+        for folders in ([cut], [whole, cut]):
+            assert cli.main(["compare", *map(str, folders), "--json"]) == 0
+            told = json.loads(capsys.readouterr().out)
+            refusal = Problem.of("config.run_file_cut", path=cut / "run.toml", end=END)
+            assert refusal in told["notes"]
+            assert told["keys"] == {}
 
 
 def test_what_cannot_be_compared_is_said_in_one_line_each(

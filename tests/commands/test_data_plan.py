@@ -90,3 +90,26 @@ def test_weights_that_change_after_the_end_are_told(file: Path) -> None:
     for phases, steps, is_told in (("steps", 6, True), ("linear", 6, False), ("steps", 7, False)):
         said = "\n".join(warnings(file, f"train.steps={steps}", f"data.blend_phases={phases}"))
         assert ("changes weights at 48 samples" in said) == is_told
+
+
+def test_sets_of_two_tokenizers_are_told_as_train_refuses_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = runs.write_run(tmp_path)
+    text = tmp_path / "text.txt"
+    for name, size in (("first", "330"), ("second", "300")):
+        words = ["data", "build", str(text), str(tmp_path / name), "--vocab-size", size]
+        assert cli.main(words) == 0
+    sets = [f'{{ source = "{tmp_path}/{name}", weight = 1 }}' for name in ("first", "second")]
+    given = file.read_text().replace(f'source = "{text}"', f"blend = [{', '.join(sets)}]")
+    file.write_text(given)
+    keys = [f"data.tokenizer={tmp_path}/first.model", "model.vocab=330"]
+    capfd.readouterr()
+    assert runs.train(file, *keys) == 2
+    refusal = capfd.readouterr().err.strip()
+    assert "second" in refusal
+    assert cli.main(["data", "plan", str(file), *keys]) == 0
+    note = f"megaprec train refuses this run: {refusal}"
+    assert f"note       {note}\n" in capfd.readouterr().out
+    assert cli.main(["data", "plan", str(file), *keys, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["notes"] == [note]

@@ -5,6 +5,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from parallel.hangs.heartbeat import Beat
 from tests.runs import checkpoint, train, write_run
 from tools import cli
+from tools.commands import keys
 from tools.commands.table import COMMANDS
+from tools.training.ends import RanksFailed, Stopped
 from tools.training.hangs import EndRecord, write_record
 
 # no tables
@@ -121,6 +124,7 @@ def test_every_command_prints_one_document_or_no_table() -> None:
         ["generate", "folder", "--prompt=x", "--seed", "9" * 30, "--json"],
         ["inspect", "--json", "--nothing", "folder"],
         ["inspect", "", "--json"],
+        ["inspect", "--nothing", "folder", "--js"],
     ],
 )
 def test_a_wrong_argument_is_one_document_too(
@@ -133,6 +137,67 @@ def test_a_wrong_argument_is_one_document_too(
     printed = capsys.readouterr()
     (error,) = json.loads(printed.out)["errors"]
     assert printed.err.endswith(f"error: {error['message']}\n")
+
+
+def one_error(text: str) -> str:
+    """The message of the only error of a document that is all there is."""
+    (error,) = strict(text)["errors"]
+    return str(error["message"])
+
+
+def test_a_wrong_environment_is_one_document_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    monkeypatch.setattr("sys.argv", ["megaprec", "keys", "--json"])
+    assert cli.main() == 2
+    assert "OMP_NUM_THREADS='many'" in one_error(capsys.readouterr().out)
+
+
+ENDS = {
+    "interrupted": (KeyboardInterrupt(), 130),
+    "stopped by SIGTERM": (Stopped(signal.SIGTERM), 128 + signal.SIGTERM),
+    "rank 1 was ended by SIGKILL": (RanksFailed("rank 1 was ended by SIGKILL", 137), 137),
+    "TypeError: a fault": (TypeError("a fault"), None),
+}
+
+
+@pytest.mark.parametrize("message", ENDS)
+def test_however_a_command_ends_it_prints_one_document(
+    message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, code = ENDS[message]
+
+    def fails(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(keys, "main", fails)
+    if code is None:  # a fault of megaprec has its traceback
+        with pytest.raises(type(error)):
+            cli.main(["keys", "--json"])
+    else:
+        assert cli.main(["keys", "--json"]) == code
+    assert one_error(capsys.readouterr().out) == message
+
+
+def test_a_document_says_why_the_ranks_of_a_command_failed(
+    room: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", str(room / "run"), "--data", str(room / "text.txt"), "--tensor", "3"]
+    assert cli.main([*words, "--json"]) == 2
+    printed = capfd.readouterr()
+    message = one_error(printed.out)
+    assert "--tensor 3 does not divide the model's 4 heads" in message
+    assert printed.err == f"{message}\n"
+
+
+def test_a_picture_that_cannot_be_written_leaves_one_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["schedule", "--kind", "1f1b", "--pipeline", "2", "--microbatches", "4", "--json"]
+    assert cli.main([*words, "-o", str(tmp_path / "file/picture.svg")]) == 2
+    assert str(tmp_path / "file") in one_error(capsys.readouterr().out)
 
 
 SLOW = ("parity", "prove", "doctor", "calibrate")  # they start ranks

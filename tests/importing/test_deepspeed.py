@@ -2,6 +2,7 @@
 DeepSpeed's rule."""
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -378,6 +379,30 @@ def test_a_warmup_without_a_rate_leads_to_that_of_the_optimizer(
     assert any(overruled in note for note in notes) == (len(optimizer) == len(params) == 1)
     former = "scheduler.params.warmup_max_lr (ds.json) is left open"
     assert any(former in note for note in notes) == (not params and bool(optimizer))
+
+
+@pytest.mark.parametrize("form", ["linear", "log"])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_shorter_warmup_than_deepspeed_knows_is_its_shortest(
+    steps: int, form: str, tmp_path: Path
+) -> None:
+    """As WarmupLR of DeepSpeed 0.19.6: `max(2, warmup_num_steps)`, then `_get_gamma`."""
+    params = {"warmup_num_steps": steps, "warmup_type": form, "warmup_max_lr": 1e-3}
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "scheduler": {"type": "WarmupLR", "params": params},
+    }
+    run = made(tmp_path, config)
+    schedule = lr_schedule(run.lr, run.train)
+    warmup = max(2, steps)
+    # the first step here has the rate of their second one
+    for iteration in range(1, 6):
+        part = 1.0
+        if iteration < warmup:
+            is_linear = form == "linear"
+            part = iteration / warmup if is_linear else math.log(iteration + 1) / math.log(warmup)
+        assert schedule.at(iteration) == pytest.approx(1e-3 * part, rel=1e-12)
 
 
 @pytest.mark.parametrize(

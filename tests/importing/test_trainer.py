@@ -72,6 +72,33 @@ def test_yaml_of_llama_factory_and_its_deepspeed_become_their_run(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("change", "every"),
+    [
+        ({}, "every = 500 "),
+        ({"save_steps": 20}, "every = 20 "),
+        ({"save_strategy": "steps", "save_steps": 20}, "every = 20 "),
+        ({"save_strategy": "no"}, "every = 0 "),
+        # what YAML makes of no
+        ({"save_strategy": False, "save_steps": 20}, "every = 0 "),
+    ],
+)
+def test_checkpoints_are_saved_as_the_strategy_says(
+    change: dict[str, object], every: str, tmp_path: Path
+) -> None:
+    assert f"\n{every}" in imported(written(tmp_path, change), ranks=4).text
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_a_strategy_that_no_run_has_here_asks_for_the_steps(strategy: str, tmp_path: Path) -> None:
+    path = written(tmp_path, {"save_strategy": strategy})
+    with pytest.raises(UserError) as refused:
+        imported(path, ranks=4)
+    (problem,) = refused.value.problems
+    assert strategy in problem and "checkpoint.every=N" in problem
+    assert "\nevery = 7 " in imported(path, ranks=4, keys=["checkpoint.every=7"]).text
+
+
+@pytest.mark.parametrize(
     ("change", "keys", "warmup"),
     [
         ({"warmup_steps": 7, "warmup_ratio": None}, [], 7),

@@ -305,3 +305,22 @@ def test_a_skipped_step_of_a_branch_is_repeated_from_its_origin(
     (event, *_) = read_events(branch)
     repeated = replay(branch, event)
     assert repeated.start == checkpoint(first, AT).name
+
+
+def test_a_branch_with_another_tokenizer_is_told_of_the_tokenizer_not_the_vocabulary(
+    file: Path, first: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text(encoding="utf-8")
+    bare = tmp_path / "bare.toml"
+    bare.write_text(text[text.index("[data]") :], encoding="utf-8")
+    keys = [*KEYS, f"train.folder={tmp_path}/run", origin(first)]
+    other = tmp_path / "other.model"
+    words = ["data", "tokenizer", str(file.parent / "text.txt"), str(other), "--vocab-size", "340"]
+    assert cli.main(words) == 0
+    capfd.readouterr()
+    assert train(bare, *keys, f"data.tokenizer={other}") == 2
+    told = {"tokenizer": other, "tokens": 340, "size": 330}
+    assert shows(capfd.readouterr().err, "training.tokenizer_of_branch", **told)
+    assert train(bare, *keys, "data.vocab_size=340") == 2
+    told = {"vocab_size": 340, "vocab": 330}
+    assert shows(capfd.readouterr().err, "config.tokenizer_of_branch_missing", **told)

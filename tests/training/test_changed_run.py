@@ -559,6 +559,20 @@ def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_c
     assert "train.steps: 5 -> 8 (not bit for bit)" in resumes[1]["changed"]
 
 
+def test_merged_weights_among_a_runs_checkpoints_are_told_with_the_way_out(
+    file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = checkpoint(run, 3)
+    merged = checkpoint(run, 9)
+    assert cli.main(["merge", str(own), str(own), "-o", str(merged)]) == 0
+    assert train(file, OWN, f"train.folder={run}", "train.steps=12") == 2
+    told = capfd.readouterr().err
+    way_out = {"path": merged, "folder": merged.parent, "older": own.name}
+    assert shows(told, "training.resumable_below", **way_out)
+    shutil.move(merged, run.parent / "merged")
+    assert train(file, OWN, f"train.folder={run}") == 0
+
+
 @pytest.mark.parametrize(
     ("name", "lacks"), [("NAdam", "mu_product and no step"), ("Adagrad", "sum and no step")]
 )

@@ -16,12 +16,15 @@ from tools.console.tables import print_table
 from tools.console.units import counted
 from tools.training.blend_plan import GOOD_EPOCHS, PhasePlan, SetPlan, phase_plans, set_plans
 from tools.training.corpus import open_corpus
+from tools.training.resume import other_tokens
 
 
 def plan(args: argparse.Namespace) -> int:
     """Run `megaprec data plan`. Raises UserError for data that cannot be trained on."""
     config = resolve_run(args.file, args.overrides)
     corpus = open_corpus(config)
+    # a note, for a run may accept them
+    notes = [f"megaprec train refuses this run: {line}" for line in other_tokens(config, corpus)]
     sets = set_plans(config, corpus)
     phases = phase_plans(config, corpus)
     total = (
@@ -30,12 +33,14 @@ def plan(args: argparse.Namespace) -> int:
     )
 
     def show() -> None:
+        for note in notes:
+            print(f"note       {note}")
         print(total)
         print_table(_table_of_sets(sets))
         if config.data.blend_changes:
             print_table(_table_of_phases(sets, phases))
 
-    return print_result(args, lambda: _document(sets, phases), show)
+    return print_result(args, lambda: {**_document(sets, phases), "notes": notes}, show)
 
 
 def _table_of_sets(sets: list[SetPlan]) -> Table:

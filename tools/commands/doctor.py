@@ -87,11 +87,15 @@ def main(args: argparse.Namespace) -> int:
     config = resolve_run(args.file, args.overrides) if args.file else None
     if config is not None and args.as_rank is None:
         tell_notes(config.notes, strict=False)
+    key = "--folder" if args.folder else "train.folder ="
     folder = args.folder or (Path(config.train.folder) if config else Path())
+    existing = nearest_existing(folder)
+    if not existing.is_dir():
+        raise UserError.of("command.doctor_folder", key=key, folder=folder, file=existing)
     request = DoctorRequest(
         layout=_layout(config),
         device=config.train.device if config else "auto",
-        folder=nearest_existing(folder),
+        folder=existing,
         bytes_needed=_checkpoint_bytes(config),
     )
     if args.as_rank is not None:

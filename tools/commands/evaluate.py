@@ -30,7 +30,7 @@ from megaprec.text.tokenizer import has_built
 from megaprec.tokens.copies import is_there
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import read_record
-from megaprec.tokens.places import is_url, path_of
+from megaprec.tokens.places import is_remote, is_url, path_of
 from megaprec.url_secrets import masked
 from models.attention.backends import gpu_kernels
 from models.decoder.stages import Stage
@@ -53,8 +53,8 @@ from tools.console.units import enumerated
 from tools.inference.evaluation import Score, score
 from tools.inference.load import LoadedModel, load_model
 from tools.inference.windows import read_documents
-from tools.journal.records import odd_records
-from tools.training.launch import launch_local
+from tools.journal.records import no_run, odd_records
+from tools.training.launch import run_local
 from tools.training.stopping import note_failure
 
 MAX_LOCAL_RANKS = 1024
@@ -155,7 +155,8 @@ def main(args: argparse.Namespace) -> int:
             )
         if replica_ranks == 1:
             return _evaluate(args, None, device_of_option(args.device, ranks=1))
-        return launch_local(_rank_command(args), replica_ranks)
+        run_local(_rank_command(args), replica_ranks)
+        return 0
     device = device_of_option(args.device, ranks=replica_ranks)
     # ranks beyond one replica share the texts
     with world(device, failed=note_failure):
@@ -184,7 +185,10 @@ def _require_no_options_of_texts(args: argparse.Namespace) -> None:
 
 def _tell_verdict(args: argparse.Namespace) -> int:
     """Print the verdict on a run. Raises UserError if the folder has no held-out loss."""
-    verdict = read_verdict(args.model) if args.model.is_dir() else None
+    is_elsewhere = is_remote(args.model)
+    if not is_elsewhere and not args.model.is_dir():
+        raise UserError(no_run(args.model))
+    verdict = None if is_elsewhere else read_verdict(args.model)
     if verdict is None:
         raise UserError.of("command.no_held_out_loss", model=args.model)
     notes = odd_records(args.model)

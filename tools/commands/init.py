@@ -29,6 +29,7 @@ from megaprec.text.sources import TextSource, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
+from megaprec.tokens.files import write_whole
 from megaprec.tokens.places import STANDARD_LIBRARY, is_url, without_query
 from megaprec.url_secrets import masked
 from models.parameter_counts import num_parameters
@@ -135,8 +136,7 @@ def main(args: argparse.Namespace) -> int:
     source = open_source(args.source, text_options(args, skip_bad=args.skip_bad))
     sizes = _measure_text(source, args.characters)
     content = _run_file(args, sizes)
-    with open(args.output, "x", encoding="utf-8") as file:
-        file.write(content)
+    write_whole(args.output, content.encode())
     # read as `train` will read it: what is wrong shows at once
     config = load_run(args.output)
     left_out = ""

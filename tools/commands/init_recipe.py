@@ -12,6 +12,7 @@ from pathlib import Path
 from megaprec.errors import UserError
 from megaprec.parsing import home_expanded
 from megaprec.text.readers import TextOptions
+from megaprec.tokens.files import write_whole
 from megaprec.tokens.places import STANDARD_LIBRARY, is_url
 from megaprec.url_secrets import masked
 from tools.commands.text_options import text_options
@@ -45,8 +46,7 @@ def write_recipe(args: argparse.Namespace) -> int:
     content = recipe.content
     if args.source is not None:
         content = _with_source(recipe, args.source)
-    with open(args.output, "x", encoding="utf-8") as file:
-        file.write(content)
+    write_whole(args.output, content.encode())
     _print_notes(recipe, args.source)
     print(f"written    {args.output}; next: {_next_command(recipe, args.output)}")
     return 0

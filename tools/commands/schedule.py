@@ -35,7 +35,7 @@ from tools.commands.options import add_overrides, add_strict
 from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.config.tables.schedules import plan_equal, read_schedule
-from tools.console.json_output import add_json, print_result
+from tools.console.json_output import add_json, to_json
 from tools.console.units import flops, size
 from tools.journal.timeline_file import TIMELINE, read_trace_of, write_trace
 
@@ -153,16 +153,16 @@ def main(args: argparse.Namespace) -> int:
         _draw_refusal(report, refusal, args)
         raise
     predicted = simulate(report.schedule, report.cost)
-    # before files are written, which takes a while for pictures
-    print_result(
-        args,
-        lambda: _document(report, predicted),
-        lambda: print("\n".join(_report_lines(report, predicted))),
-    )
+    if not args.json:
+        # before files are written, which takes a while for pictures
+        print("\n".join(_report_lines(report, predicted)))
     for path in args.output:
         _write_output(report, predicted, path)
         if not args.json:
             print(f"written    {path}")
+    if args.json:
+        # after them: of a file that cannot be written, the error is the one document
+        print(to_json(_document(report, predicted)))
     return 0
 
 

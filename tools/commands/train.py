@@ -16,7 +16,7 @@ from megaprec.train_program import END_FILE
 from models.config import require_builtin
 from parallel.described_world import is_rank_of_world
 from tools.commands.notes import moved_notes, tell_notes
-from tools.commands.options import add_overrides, add_strict
+from tools.commands.options import add_overrides, add_strict, new_folder
 from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export-hf",
         metavar="DIR",
+        type=new_folder,
         help="after training, export the model to this folder in Hugging Face format",
     )
     parser.add_argument(
@@ -106,7 +107,7 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
     allowed = [name for text in args.allow for name in differences_in(text)]
     config = resolve_run(args.file, args.overrides)
     end_report.config = config
-    export = Path(args.export_hf) if args.export_hf else None
+    export: Path | None = args.export_hf
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(optional_parts.untested(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
@@ -147,7 +148,7 @@ def _options_of_ranks(args: argparse.Namespace, allowed: Collection[str]) -> lis
     # they need not verify again
     options = ["--no-verify", *(f"--allow={difference}" for difference in allowed)]
     if args.export_hf:
-        options += ["--export-hf", args.export_hf]
+        options += ["--export-hf", str(args.export_hf)]
     if args.export_ema:
         options.append("--export-ema")
     return options

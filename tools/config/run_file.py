@@ -768,12 +768,17 @@ def _whole_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError.of("config.run_file_unreadable", path=path, reason=reason) from error
-    # what is left may be TOML, and would be another run; of the first line, a run of defaults
-    is_resolved_text = text.startswith(SAVED)
-    is_part_of_first_line = text != "" and SAVED.startswith(text)
-    if is_part_of_first_line or (is_resolved_text and END not in text.splitlines()):
+    if is_cut(text):
         raise UserError.of("config.run_file_cut", path=path, end=END)
     return text
+
+
+def is_cut(text: str) -> bool:
+    """Return True if a text is the beginning of a run file that a run wrote. What is left may be
+    TOML, and would be another run; of the first line, a run of defaults."""
+    is_resolved_text = text.startswith(SAVED)
+    is_part_of_first_line = text != "" and SAVED.startswith(text)
+    return is_part_of_first_line or (is_resolved_text and END not in text.splitlines())
 
 
 def _other_system_message(path: Path, text: str) -> str:

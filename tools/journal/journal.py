@@ -32,6 +32,7 @@ from tools.journal.records import (
     TASK_PREFIX,
     VALIDATION_PREFIX,
     describe_cut_off,
+    lost_evaluations,
     lost_steps,
     odd_lines,
     read_lines,
@@ -178,6 +179,7 @@ class Journal(AbstractContextManager["Journal"]):
         }
         if not begins:
             _print_note(lost_steps(metrics_path, start_step))
+            _print_note(lost_evaluations(folder, start_step))
         self._trackers = trackers
         self._newest = start_step
         self._total_steps = total_steps

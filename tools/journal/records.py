@@ -240,9 +240,41 @@ def describe_cut_off(lines: Sequence[RecordLine]) -> str:
 
 def odd_records(folder: Path) -> list[str]:
     """Return a note for each file of a run, of those that verdicts are made of, that has lines that
-    are not used."""
+    are not used, or that lacks steps that another one has."""
     notes = [odd_lines(folder / name) for name in (METRICS, EVENTS, EVALUATIONS)]
+    notes += [_lost_end(folder), lost_evaluations(folder)]
     return [note for note in notes if note]
+
+
+def _lost_end(folder: Path) -> str:
+    """Return a note if the records of steps end before those of evaluations, as in a file that has
+    lost its last lines; empty if they do not."""
+    # read first, for a run that trains writes them last
+    evaluated = [record["step"] for record in read_evaluations(folder)]
+    steps = [record["step"] for record in read_metrics(folder)]
+    if not evaluated or not steps or max(evaluated) <= max(steps):
+        return ""
+    path = folder / METRICS
+    return f"{path} ends at step {max(steps):,}, and {EVALUATIONS} at step {max(evaluated):,}"
+
+
+def lost_evaluations(folder: Path, last_step: int | None = None) -> str:
+    """Return a note that names the steps whose evaluation is not recorded, though their records
+    have its loss; empty if there are none. A run of a version without such records has no file.
+
+    last_step: the step up to which they are looked for; None: the newest.
+    """
+    path = folder / EVALUATIONS
+    if not path.exists():
+        return ""
+    recorded = {record["step"] for record in read_evaluations(folder)}
+    lost = list[range]()
+    for record in read_metrics(folder):
+        step = record["step"]
+        is_of_run = last_step is None or step <= last_step
+        if HELD_OUT_LOSS in record and step not in recorded and is_of_run:
+            lost.append(range(step, step + 1))
+    return f"{path} has no record of {_describe_ranges('step', lost)}" if lost else ""
 
 
 def lost_steps(path: Path, last_step: int = 0) -> str:

@@ -17,6 +17,7 @@ from megaprec.tokens.files import with_suffix
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.places import is_remote, is_url, path_of
 from tools.config.rules.checking import check_all
+from tools.config.rules.data import small_vocabulary
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data, names_of
 from tools.console.toml import toml
@@ -191,7 +192,7 @@ def _require_room_for_tokenizer(config: RunConfig) -> None:
     vocab = config.model.vocab
     vocab_size = config.data.vocab_size
     if 0 < vocab < vocab_size:
-        raise UserError.of("config.small_vocab", vocab=vocab, vocab_size=vocab_size)
+        raise UserError(small_vocabulary(vocab, vocab_size, config.train.branch_from))
 
 
 def existing_tokenizer(config: RunConfig) -> Path | None:
@@ -254,6 +255,11 @@ def _too_small_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Problem:
     size = config.model.vocab
     tokens = tokenizer.vocab_size
     path = tokenizer.path
+    if config.train.branch_from:
+        branch = toml(config.train.branch_from)
+        return Problem.of(
+            "training.tokenizer_of_branch", size=size, tokens=tokens, tokenizer=path, branch=branch
+        )
     if not config.train.init_from or config.train.grow_vocabulary != "none":
         return Problem.of(
             "training.vocabulary_below_tokenizer", size=size, tokens=tokens, tokenizer=path

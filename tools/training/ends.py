@@ -30,6 +30,18 @@ class Stopped(Exception):
         return cls(signal.Signals[signal_name])
 
 
+class RanksFailed(Exception):
+    """Local ranks that a command has started did not end well. The text is the lines that their
+    launcher has printed.
+
+    exit_code: of the command.
+    """
+
+    def __init__(self, lines: str, exit_code: int) -> None:
+        super().__init__(lines)
+        self.exit_code = exit_code
+
+
 def require_not_stopped(exit_code: int) -> None:
     """Raise Stopped if the exit code of local ranks says that a signal has stopped them; their
     launcher has printed it."""

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megaprec.errors import UserError
 from megaprec.scratch import scratch_folder
 from parallel.local_store import STORE, served_store
-from tools.training.ends import EXIT_CODES, SIGNALS, RankHangs, Stopped, code_of, ended_on_purpose
+from tools.training.ends import (
+    EXIT_CODES,
+    SIGNALS,
+    RankHangs,
+    RanksFailed,
+    Stopped,
+    code_of,
+    ended_on_purpose,
+    require_not_stopped,
+)
 from tools.training.launched import (
     OURS,
     RESTARTED,
@@ -63,15 +72,43 @@ OPEN_FILES = 32  # of a launcher, or of a rank, without those that each rank add
 OPEN_FILES_PER_RANK = 2
 
 
+# takes the lines that say why ranks ended
+Tell = Callable[[str], object]
+
+
 def _no_restart(lost_rank: LostRank) -> int:
     return 0
 
 
+def _tell_on_stderr(lines: str) -> None:
+    print(lines, file=sys.stderr, flush=True)
+
+
 def launch_local(
-    argv: Sequence[str], ranks: int, threads: int = 0, again: OnLostRank = _no_restart
+    argv: Sequence[str],
+    ranks: int,
+    threads: int = 0,
+    again: OnLostRank = _no_restart,
+    tell: Tell = _tell_on_stderr,
 ) -> int:
     """Run `megaprec <argv>` on `ranks` local ranks and return the exit code; see `start_ranks`."""
-    return start_ranks(own_program(argv), ranks, threads, again)
+    return start_ranks(own_program(argv), ranks, threads, again, tell)
+
+
+def run_local(argv: Sequence[str], ranks: int) -> None:
+    """Run `megaprec <argv>` on `ranks` local ranks. Raises RanksFailed, with the lines that have
+    been printed, if they do not end well."""
+    told = list[str]()
+
+    def tell(lines: str) -> None:
+        _tell_on_stderr(lines)
+        told.append(lines)
+
+    code = launch_local(argv, ranks, tell=tell)
+    # the first rank has told a signal itself
+    require_not_stopped(code)
+    if code:
+        raise RanksFailed("\n".join(told), code)
 
 
 def own_program(argv: Sequence[str]) -> list[str]:
@@ -84,14 +121,19 @@ def own_program(argv: Sequence[str]) -> list[str]:
 
 
 def start_ranks(
-    command: Sequence[str], ranks: int, threads: int = 0, again: OnLostRank = _no_restart
+    command: Sequence[str],
+    ranks: int,
+    threads: int = 0,
+    again: OnLostRank = _no_restart,
+    tell: Tell = _tell_on_stderr,
 ) -> int:
     """Run `command` once per rank with torchrun's variables set, and wait for all.
 
     threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of
-    the cores. again: called after each failure that no signal to the launcher has caused. Returns
-    0, or the exit code of the first rank that failed (128 + signal if a signal ended it or the
-    launcher). Raises UserError if ranks cannot meet here.
+    the cores. again: called after each failure that no signal to the launcher has caused. tell:
+    given the lines that say why the ranks ended. Returns 0, or the exit code of the first rank that
+    failed (128 + signal if a signal ended it or the launcher). Raises UserError if ranks cannot
+    meet here.
     """
     require_local_meeting(ranks)
     with (
@@ -109,8 +151,8 @@ def start_ranks(
                     os.environ[RESTARTED] = "1"
                     failures = local_ranks.run(ranks)
         except SignalException as stop:
-            return _print_stopped(stop.sigval)
-        return exit_code(failures, local_ranks.received) if failures else 0
+            return _tell_stopped(stop.sigval, tell)
+        return exit_code(failures, local_ranks.received, tell) if failures else 0
 
 
 def require_local_meeting(ranks: int) -> None:
@@ -155,8 +197,12 @@ def lost_rank_of(failures: Mapping[int, ProcessFailure]) -> LostRank:
     return LostRank(rank, _code_of_failure(failure), _last_lines(rank, failure))
 
 
-def exit_code(failures: Mapping[int, ProcessFailure], received: signal.Signals | None) -> int:
-    """Print why the ranks ended, unless they have, and return the exit code.
+def exit_code(
+    failures: Mapping[int, ProcessFailure],
+    received: signal.Signals | None,
+    tell: Tell = _tell_on_stderr,
+) -> int:
+    """Tell why the ranks ended, unless they have, and return the exit code.
 
     received: the signal that was passed on to them.
     """
@@ -169,14 +215,14 @@ def exit_code(failures: Mapping[int, ProcessFailure], received: signal.Signals |
         return code
     # The agent ends ranks that take long by SIGTERM, and then by SIGKILL.
     if received and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
-        return _print_stopped(received)
-    print(_last_lines(rank, failure), file=sys.stderr, flush=True)
+        return _tell_stopped(received, tell)
+    tell(_last_lines(rank, failure))
     return 128 - code if code < 0 else code  # as a shell tells an end by a signal
 
 
-def _print_stopped(signal_number: signal.Signals) -> int:
-    """Print that the signal stopped the run; return the exit code."""
-    print(f"stopped by {signal_number.name}", file=sys.stderr, flush=True)
+def _tell_stopped(signal_number: signal.Signals, tell: Tell) -> int:
+    """Tell that the signal stopped the run; return the exit code."""
+    tell(f"stopped by {signal_number.name}")
     return 128 + signal_number
 
 

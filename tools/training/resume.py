@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaprec.checkpoint.atomic import INDEX, checkpoint_path
+from megaprec.checkpoint.atomic import INDEX, checkpoint_path, step_of, whole_checkpoints
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
@@ -27,6 +27,7 @@ from megaprec.tokens.copies import file_here
 from megaprec.tokens.intact import read_record
 from megaprec.tokens.places import is_remote, path_of
 from megaprec.tokens.samples import Samples, training_numbers
+from models.config import ModelConfig
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
@@ -107,11 +108,27 @@ def check_resumable(
         _require_origin(config, path, step, lines, "" if problems else allow_flags(refused))
         return
     if problems:
-        raise UserError(*lines, Problem.of("training.not_resumable", path=path))
+        raise UserError(*lines, _way_out(config, model, path))
     _require_name_of_step(config, path, step)
     if refused:
         flags = allow_flags(refused)
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
+
+
+def _way_out(config: RunConfig, model: ModelConfig, path: Path) -> Problem:
+    """Return the line on what to do about the newest checkpoint, at `path`, from which the run
+    cannot resume. One below it may be the run's own: merged weights may stand beside it."""
+    for older in reversed(whole_checkpoints(path.parent)):
+        if step_of(older) >= step_of(path):
+            continue
+        store = Store(older)
+        hindrances = [*other_keys(read_model(store), model, ""), *_missing_state(store, config)]
+        if not hindrances:
+            return Problem.of(
+                "training.resumable_below", path=path, folder=path.parent, older=older.name
+            )
+        break
+    return Problem.of("training.not_resumable", path=path)
 
 
 def _checked_start(config: RunConfig, looks_at_former: bool) -> tuple[Store | None, bool]:

@@ -67,7 +67,7 @@ def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
     for run_name, run in zip(run_names, runs, strict=True):
         if not isinstance(run.config, RunConfig) and len(runs) > 1:
             unknown = "whether its text and settings are those of the others is not known"
-            yield f"{run_name}: {unknown}, for no run.toml can be read"
+            yield f"{run_name}: {unknown}, for its run.toml cannot be read"
 
     known = _with_run_files(run_names, runs)
     by_files = _know_files(known)

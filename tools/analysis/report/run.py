@@ -13,7 +13,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
 from megaprec.url_secrets import masked, masked_inside
-from tools.config.run_file import RunConfig, load_run, run_file_in
+from tools.config.run_file import RunConfig, is_cut, load_run, run_file_in
 from tools.journal.records import (
     BRANCHED,
     EVENTS,
@@ -65,8 +65,11 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on damaged lines of the records, and on steps without one."""
+        """Notes on damaged lines of the records, on steps without one, and on a run file that is
+        cut short."""
         notes = odd_records(self.folder)
+        if is_cut(self._run_file_text):
+            notes.append(str(self.config))
         if lost := lost_steps(self.folder / METRICS):
             notes.append(lost)
         return notes
@@ -89,11 +92,17 @@ class Run:
 
     @cached_property
     def keys(self) -> list[ReportedKey]:
-        """Every key of the run file, with its origin."""
+        """Every key of the run file, with its origin. Of one that is cut short none: which it has
+        lost is not known."""
+        text = self._run_file_text
+        return [] if is_cut(text) else list(_read_keys(text))
+
+    @cached_property
+    def _run_file_text(self) -> str:
+        """The text of the run file; "" if there is none."""
         if self.run_file is None:
-            return []
-        text = read_whole(self.run_file).decode(errors="replace")
-        return list(_read_keys(text))
+            return ""
+        return read_whole(self.run_file).decode(errors="replace")
 
     @cached_property
     def config(self) -> RunConfig | str:

@@ -18,10 +18,25 @@ from tools.console.toml import toml
 MOST_POINTS = 1000  # of a weight of a blend
 
 
-def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
+def _vocabulary(model: ModelConfig, data: Data, train: Train) -> Iterator[str]:
     # the tokenizer that is trained has data.vocab_size tokens, but for one of characters
     if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
-        yield Problem.of("config.small_vocab", vocab=model.vocab, vocab_size=data.vocab_size)
+        yield small_vocabulary(model.vocab, data.vocab_size, train.branch_from)
+
+
+def small_vocabulary(vocab: int, vocab_size: int, branch: str) -> Problem:
+    """Return the line on a tokenizer that would be trained with more tokens than the model has.
+
+    branch: train.branch_from, which has a tokenizer.
+    """
+    if not branch:
+        return Problem.of("config.small_vocab", vocab=vocab, vocab_size=vocab_size)
+    return Problem.of(
+        "config.tokenizer_of_branch_missing",
+        vocab=vocab,
+        vocab_size=vocab_size,
+        branch=toml(branch),
+    )
 
 
 def _first_state(train: Train) -> Iterator[str]:

@@ -33,6 +33,7 @@ RATE = 1e-3  # before June 2025 that of a warm-up even where the optimizer had o
 OPTIONS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 LION_BETAS = [0.9, 0.99]
 CLIP = 1.0  # the default of gradient_clipping
+SHORTEST_WARMUP = 2  # steps, of DeepSpeed's WarmupLR
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 TYPES: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "bool": ("a bool", bool),
@@ -463,7 +464,10 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
     params = "scheduler.params"
     form = config.get(f"{params}.warmup_type", "log")
     warmup = config.get(f"{params}.warmup_num_steps", 1000)
-    if form not in ("linear", "auto") and warmup != 0 and draft.needs("lr.warmup"):
+    # DeepSpeed takes a shorter one for one of two steps
+    warmup_there = max(SHORTEST_WARMUP, warmup)
+    is_linear = form in ("linear", "auto")
+    if not is_linear and warmup_there > SHORTEST_WARMUP and draft.needs("lr.warmup"):
         origin = config.origin(f"{params}.warmup_type")
         draft.problems.append(
             f"{params}.warmup_type ({config.place}): warm-up is linear here, but {origin} is not: "
@@ -471,7 +475,9 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
         )
     _add_peak_of_warmup(config)
     config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")
-    config.put("lr.warmup", warmup, f"{params}.warmup_num_steps")
+    # two steps of its logarithm end at the second one, whose rate the first step here has
+    is_over = not is_linear and warmup_there == SHORTEST_WARMUP
+    config.put("lr.warmup", 0 if is_over else warmup_there, f"{params}.warmup_num_steps")
     initial = f"{params}.warmup_min_lr"
     if config.get(initial):
         config.put("lr.initial", config.get(initial), initial)

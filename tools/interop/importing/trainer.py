@@ -69,6 +69,7 @@ TEXTS = (
     "fsdp",
     "fsdp_config",
     "report_to",
+    "save_strategy",
 )
 FLAGS = ("bf16", "fp16", "gradient_checkpointing")
 # arguments with the values that leave the run as it is here, and why others are refused
@@ -100,7 +101,7 @@ ddp_timeout device_groups disable_tqdm do_eval do_train dtype eval_strategy eval
 eval_steps flash_attn load_best_model_at_end log_level logging_dir logging_first_step
 logging_strategy lazy_tokenize low_cpu_mem_usage metric_for_best_model overwrite_cache
 overwrite_output_dir packing per_device_eval_batch_size plot_loss preprocessing_num_workers
-push_to_hub run_name save_on_each_node save_only_model save_safetensors save_strategy streaming
+push_to_hub run_name save_on_each_node save_only_model save_safetensors streaming
 fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
 tf32 trust_remote_code use_fast_tokenizer use_hf use_ray gradient_checkpointing_kwargs
 torch_compile
@@ -436,7 +437,7 @@ def _add_rest(settings: TrainerArguments) -> None:
         settings.put("parallel.recompute", "full", "gradient_checkpointing")
     if settings.get("output_dir"):
         settings.put("train.folder", settings.get("output_dir"), "output_dir")
-    settings.put("checkpoint.every", settings.get("save_steps"), "save_steps")
+    _add_saves(settings)
     limit = settings.get("save_total_limit")
     settings.put("checkpoint.keep", limit or "all", "save_total_limit")
     settings.put("log.every", settings.get("logging_steps"), "logging_steps")
@@ -444,6 +445,21 @@ def _add_rest(settings: TrainerArguments) -> None:
     known = [one for one in trackers if one in ("tensorboard", "wandb")]
     if known:
         settings.put("log.to", known, "report_to")
+
+
+def _add_saves(settings: TrainerArguments) -> None:
+    """Add the steps between checkpoints."""
+    strategy = (settings.get("save_strategy") or "steps").lower()
+    if strategy == "steps":
+        settings.put("checkpoint.every", settings.get("save_steps"), "save_steps")
+    elif strategy in OFF:
+        # the end of the run is saved, as the programs save their model
+        settings.put("checkpoint.every", 0, "save_strategy")
+    elif settings.draft.needs("checkpoint.every"):
+        settings.draft.problems.append(
+            f"{settings.said['save_strategy']}: checkpoints are saved every N steps here: give "
+            "checkpoint.every=N beside, or 0 for the end alone"
+        )
 
 
 def _add_held_out(settings: TrainerArguments) -> None:

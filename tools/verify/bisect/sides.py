@@ -162,8 +162,9 @@ def must_be_equal(first_run: RunConfig, second_run: RunConfig) -> bool:
 def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
     """Return a line for each key that differs and that numbers depend on, other than the layout.
 
-    Of the data only the weights of a blend are compared, for its tokens count (`other_tokens`).
-    Left out are a vocabulary that is theirs and keys of the learning rate that give the same rates.
+    Of the data only the weights of a blend are compared here; `other_tokens` compares what the data
+    sets hold. Left out are a vocabulary that one run takes from its data, and keys of the learning
+    rate if both runs have the same rates in all steps.
     """
     ignored_keys = ["parallel.*"]
     for pattern in KEYS_WITHOUT_EFFECT:
@@ -266,7 +267,7 @@ def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Record
 def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None:
     """Return the first difference between the states after steps, and between a loaded state and
     that of a step."""
-    # a side reads its file on each access
+    # read once: `digests` and `loaded` read the file on each access
     our_digests = first_side.digests
     their_digests = second_side.digests
     partings = [first_parting(our_digests, their_digests)]
@@ -280,6 +281,8 @@ def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None
 def _metrics_parting(
     step: int, first_fields: Mapping[str, Any], second_fields: Mapping[str, Any], exact: bool
 ) -> Parting | None:
+    """Return the first field of a step's metrics that differs, and how many others do; None if all
+    of STEP_FIELDS agree."""
     tolerance = 0.0 if exact else TOLERANCE
     different_fields = [
         field_name

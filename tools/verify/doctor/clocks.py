@@ -73,6 +73,7 @@ def _measure_offset() -> dict[str, float]:
         # Rank 0 has read its clock half of the way, give or take the other half.
         one_way = (time.monotonic() - start) / 2
         measured.append((one_way, before + one_way - float(answer)))
+    # the quickest answer, which has the smallest error
     error_seconds, offset_seconds = min(measured)
     return {"offset": offset_seconds, "error": error_seconds}
 

@@ -115,13 +115,15 @@ def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
 def _try_package(package: Package, sizes: tuple[int, ...], device: torch.device) -> Trial:
     """Return if a package with kernels of recurrent layers is here and right. sizes: as its trial
     takes them."""
-    # of a plain run
+    # of a run with default settings
     setting = KernelSetting(device.type, torch.bfloat16, canonical=False, deterministic=False)
-    kernel, name = kernel_choice.choose(package, setting)
+    kernel, name_or_reason = kernel_choice.choose(package, setting)
     if kernel is None:
-        return Trial(ABSENT, name)
+        return Trial(ABSENT, name_or_reason)
     fault = package.trial(kernel, sizes, TOKENS, setting.products)
-    return Trial(FAULTY, f"{name} {fault}") if fault else Trial(HERE, "")
+    if fault:
+        return Trial(FAULTY, f"{name_or_reason} {fault}")
+    return Trial(HERE, "")
 
 
 def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:

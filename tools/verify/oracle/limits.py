@@ -72,8 +72,9 @@ def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
         reason = "transformers balances over the layers of a batch together"
         yield LeftOut("model.router_aux_loss", reason, {"router_aux_loss": 0.0})
     for key in ("router_z_loss", "mtp_layers"):
-        if getattr(model, key):
-            zero = type(getattr(model, key))(0)
+        value = getattr(model, key)
+        if value:
+            zero = type(value)(0)  # an int or a float, as the key has it
             yield LeftOut(f"model.{key}", "transformers has none", {key: zero})
     for key in ("embedding_grad_scale", "head_grad_scale"):
         if getattr(model, key) != 1.0:
@@ -83,8 +84,8 @@ def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
 def without_left_out(config: RunConfig, oracle: str) -> RunConfig:
     """Return the run without the parts that `left_out` returns."""
     update: dict[str, Any] = {}
-    for each in left_out(config, oracle):
-        update |= each.update
+    for part in left_out(config, oracle):
+        update |= part.update
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 

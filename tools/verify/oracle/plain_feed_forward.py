@@ -154,7 +154,7 @@ def _chosen(config: ModelConfig, correction: Tensor | None, scores: Tensor) -> T
     last_group = settings.groups_per_token - 1
     least_group = _descending(of_groups)[..., [last_group]]
     is_out = of_groups < least_group
-    # no score is as low
+    # lower than any score: experts of other groups are never chosen
     ranked = groups.masked_fill(is_out.unsqueeze(-1), -9.0)
     ranked = ranked.flatten(-2)
     last_expert = config.experts_per_token - 1

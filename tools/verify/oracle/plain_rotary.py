@@ -98,7 +98,7 @@ def _left_by_yarn(config: ModelConfig, half: int) -> Tensor:
     fast = max(fast, 0)
     slow = min(slow, 2 * half - 1)
     if fast == slow:
-        slow += 0.001
+        slow += 0.001  # no division by zero; the number is transformers'
     pairs = torch.arange(half, dtype=torch.float64)
     ramp = (pairs - fast) / (slow - fast)
     return 1 - ramp.clamp(0, 1)

@@ -259,6 +259,7 @@ def _layer_of(tensor_name: str) -> str | None:
 
 
 def _missing_tensors(case: Case) -> str | None:
+    """Return a cause if logical tensors are missing, incomplete or of another shape."""
     missing = [difference for difference in case.failed if difference.quantity == "tensors"]
     tensor_names = [difference.name for difference in missing]
     layers = {_layer_of(tensor_name) for tensor_name in tensor_names}

@@ -224,7 +224,7 @@ class StepComparison:
                 references.perturbed or {}, references.measured_from, undetermined
             )
             references = replace(references, perturbed=perturbed)
-        # a run that skipped this step has none, and measures nothing
+        # a run in float64 that skipped this step has no such tensors: no noise is measured with it
         references = replace(references, float64=references.float64 or None)
         reference = references.reference
         expected = references.expected
@@ -249,7 +249,11 @@ class StepComparison:
 
     def borders(self, kind: str) -> Iterator[Difference]:
         """Compare the values of every rank at each common border, in the order in which the one
-        process passed them."""
+        process passed them.
+
+        Yield one difference for each border: its error is the largest of any rank's, and infinite
+        if a rank that passes the border in other steps did not pass it in this one.
+        """
         references = self.noise.values(
             self.reference, lambda run_record: _values_by_border(run_record, kind, self.step)
         )
@@ -260,12 +264,12 @@ class StepComparison:
             if not ranks:
                 continue
             rank_values = self.candidate.borders_at((kind, border), self.step)
-            # A part may be small by chance, so its own norm would be no measure:
-            # the scale of a rank's part is that of the full values, for as many elements
+            # The error of a rank's part is relative to the full values' norm, scaled to as many
+            # elements as the part has: its own norm may be small by chance.
             element_scale = scales[border] / math.sqrt(full_values.numel())
             (reference_values,) = self.reference.borders_at((kind, border), self.step)
-            # a rank that passed it in other steps has to pass it in this one
-            failing = sorted(ranks - {values.rank for values in rank_values})
+            ranks_in_step = {values.rank for values in rank_values}
+            failing = sorted(ranks - ranks_in_step)
             errors = [math.inf for _ in failing]
             ratio = math.nan  # of the first rank that fails
             for border_values in rank_values:

@@ -469,9 +469,11 @@ def _find_rank_conflicts(reports: Sequence[RankReport]) -> list[tuple[int, str]]
             # compared as text, in which NaN equals NaN
             if any(str(step[field_name]) != str(value) for step in steps):
                 conflicts.append((step_number, field_name))
-    samples: dict[int, Any] = {}
+    # the ranks of one replica take the same samples
+    samples_of_replicas: dict[int, Any] = {}
     for rank_report in reports:
-        first_samples = samples.setdefault(_replica_of(rank_report), rank_report["samples"])
+        replica = _replica_of(rank_report)
+        first_samples = samples_of_replicas.setdefault(replica, rank_report["samples"])
         if rank_report["samples"] != first_samples:
             return [(1, "samples of one replica"), *conflicts]
     return conflicts

@@ -254,7 +254,7 @@ def make_plan(run_config: RunConfig, probe: Record, steps: int, full: bool) -> P
         return Plan(steps, small=not full)
     weights = probe.tensors["before/weight"]
     into = max(probe.names, key=lambda name: (weights[name].dim(), weights[name].numel()))
-    return Plan(steps + 1, not full, planted=1, into=into)
+    return Plan(steps + 1, small=not full, planted=1, into=into)
 
 
 def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
@@ -361,6 +361,8 @@ def _divide_alike(number: int, original: int, largest_divisor: int) -> bool:
 
 
 def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
+    """Return the small model: each size is the smallest that the ranks divide, or do not divide, as
+    they do the original."""
     model_config = run_config.model
     kv_heads, num_heads = _alike_heads(
         model_config.kv_heads, model_config.heads, layout_limits.tensor
@@ -412,10 +414,12 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
     fields = model_config.model_dump()
     # under muP the scale of scores stays as it is
-    for key in () if model_config.mup_base_hidden else FOLLOWING_SIZES:
+    keys_to_follow = () if model_config.mup_base_hidden else FOLLOWING_SIZES
+    for key in keys_to_follow:
         others = {other: value for other, value in fields.items() if other != key}
+        # The model has the default of its sizes: the small model gets that of its own.
         if ModelConfig(**others) == model_config:
-            fields = others  # by default, and so by the small sizes' default
+            fields = others
     return ModelConfig(**{**fields, **sizes})
 
 

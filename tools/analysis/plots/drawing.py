@@ -144,6 +144,8 @@ def to_themed_svg(drawing: Drawing, label: str) -> str:
 
 
 def _svg(shape: Shape, is_themed: bool) -> str:
+    """Return the SVG element of a shape. is_themed: colours of PALETTE are variables of the page's
+    style."""
     if isinstance(shape, Rect):
         box = (
             f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '

@@ -77,7 +77,8 @@ class Panel:
 
     @cached_property
     def typical(self) -> float:
-        """The median time of the computations of the kind whose median is smallest."""
+        """The time of a typical short computation: the medians of forward and backward passes are
+        taken by kind, and the smallest counts."""
         durations: dict[Op, list[float]] = {}
         for span in self.computed:
             if span.instruction.op in COMPUTATIONS and span.end > span.start:

@@ -415,8 +415,9 @@ def statistics(run: Run) -> Html | None:
     if not maps:
         return paragraph("Note: ", damaged) if damaged else None
     figures: list[str] = []
-    for one in maps:
-        picture = to_themed_svg(draw_map(one), f"{one.title}, by layer and step")
+    for statistics_map in maps:
+        drawn = draw_map(statistics_map)
+        picture = to_themed_svg(drawn, f"{statistics_map.title}, by layer and step")
         figures.append(f"<figure>{picture}</figure>")
     notes = [paragraph("Colours go with the logarithm. White: 0, or not finite.")]
     if damaged:

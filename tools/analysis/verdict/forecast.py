@@ -70,9 +70,10 @@ def forecast(steps: Sequence[int], losses: Numbers, rates: Sequence[float]) -> F
     last = at[-1]
     is_now = at > last / 2
     is_before = (at > last / 4) & ~is_now
-    found = min(int(is_now.sum()), int(is_before.sum()))
-    if found < FEWEST:
-        few = f"{counted(found, 'evaluation')} in a doubling of the steps"
+    # in the doubling that has fewer
+    num_evaluations = min(int(is_now.sum()), int(is_before.sum()))
+    if num_evaluations < FEWEST:
+        few = f"{counted(num_evaluations, 'evaluation')} in a doubling of the steps"
         return Forecast(reason=f"{few}: too few, of {FEWEST} at least")
     used_rates = np.array(rates, np.float64)[is_now | is_before]
     if np.isnan(used_rates).any():
@@ -108,6 +109,6 @@ def _line(steps: Numbers, losses: Numbers) -> _Doubling:
     doublings = np.log2(steps / steps[-1])
     slope, end = np.polyfit(doublings, losses, 1)
     residuals = losses - end - slope * doublings
-    freedom = len(losses) - 2
+    freedom = len(losses) - 2  # degrees of freedom beside slope and end
     scatter = math.sqrt(float(residuals @ residuals) / freedom)
     return _Doubling(float(end), -float(slope), scatter)

@@ -14,8 +14,8 @@ from tools.analysis.planning.seconds.products import fp8_share
 from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 
-# Bytes that operators move one by one, by those of fused kernels: norms, activation functions and
-# rotary positions are several operators each.
+# Bytes that operators move, divided by those of fused kernels, by train.compile: norms, activation
+# functions and rotary positions are several operators each where they are not compiled.
 NOT_COMPILED = {"off": 2.0, "leaves": 1.2, "block": 1.0}
 
 

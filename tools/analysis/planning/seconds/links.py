@@ -97,5 +97,6 @@ def machines_of_token(model: ModelConfig, machines: float) -> float:
     share_with_group = 1 - ways_without_machine / comb(groups, groups_per_token)
     # parts of groups are rounded to whole ones, and no token goes to less than one machine
     reached = max(1.0, machines * share_with_group)
+    # of the reached machines, the mean number that have one of the token's experts
     missed_by_all = (1 - 1 / reached) ** model.experts_per_token
     return reached * (1 - missed_by_all)

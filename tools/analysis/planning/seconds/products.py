@@ -51,7 +51,7 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     share = fp8_share(config, cost)
 
     def of_layers(flops: float) -> float:
-        """Return the time of FLOPs of layers, of which a part is in FP8."""
+        """Return the seconds of FLOPs of layers, of which the fraction `share` is in FP8."""
         return flops * (share / narrow_speed + (1 - share) / speed)
 
     head_speed = speed
@@ -69,15 +69,18 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     bandwidth = assumed.bandwidth * 1e9
     # every product reads its weight
     reading = config.plan.compute.itemsize / bandwidth
-    once = max(of_others, others * reading) + max(of_experts, experts * reading)
+    one_pass = max(of_others, others * reading) + max(of_experts, experts * reading)
     # the gradient of a weight is read and written where it adds up
     adding = 2 * config.plan.gradients.itemsize / bandwidth
     weight = max(of_others, others * adding) + max(of_experts, experts * adding)
-
+    # The input gradient has the products of the forward pass, and attention's twice; the rest is
+    # recomputed.
     recomputed = cost.input - cost.forward - cost.attention
     recomputed_layers = recomputed - cost.recomputed_attention - cost.recomputed_experts
     again = of_layers(recomputed_layers) + of_layers(cost.recomputed_experts) / expert_speed
-    return ProductSeconds(once, once, weight, max(0.0, again))
+    return ProductSeconds(
+        forward=one_pass, input=one_pass, weight=weight, recomputed=max(0.0, again)
+    )
 
 
 def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:

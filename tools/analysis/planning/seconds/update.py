@@ -35,7 +35,8 @@ def travel_seconds(config: RunConfig, share: float, assumed: Assumptions) -> flo
 
 
 def _state_bytes(config: RunConfig, moments: int) -> int:
-    """Return the bytes of an element's masters and moments."""
+    """Return the bytes of an element's masters and moments: what a rank holds of the element less
+    with `offload` than without."""
     _, whole = config.plan.bytes_per_parameter(moments, shards_weights=True)
     _, without = config.plan.bytes_per_parameter(moments, shards_weights=True, offload=True)
     return whole - without

@@ -141,7 +141,7 @@ def format_of(path: Path) -> tuple[str, Path]:
         )
     require_fetched(path)
     folders = _recognize(path)
-    # NeMo 1 calls its folders as these systems do.
+    # Also if nothing was recognized. NeMo 1 names its folders as these systems do.
     if folders.keys() <= {"megatron", "dcp"}:
         refuse_older(path, holds_others=bool(folders))
     if "megaprec" not in folders:
@@ -185,7 +185,9 @@ def _hint_inside(path: Path) -> str:
     """Return what to say of a folder's folders that have a known format; "" if none has."""
     names: list[str] = []
     for folder in sorted(path.iterdir())[:MOST_INSIDE]:
-        if folder.is_dir() and any(_has_format(folder, each) for each in FORMATS.values()):
+        if not folder.is_dir():
+            continue
+        if any(_has_format(folder, known_format) for known_format in FORMATS.values()):
             names.append(folder.name)
     if not names:
         return ""

@@ -251,8 +251,10 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
     if source.facts.averaged:
         identity["ema"] = True
     if source.facts.merged:
-        merged = [[_absolute(each.path), each.weight] for each in source.facts.merged]
-        identity["merged"] = merged
+        identity["merged"] = [
+            [_absolute(merged_input.path), merged_input.weight]
+            for merged_input in source.facts.merged
+        ]
     return identity
 
 
@@ -276,6 +278,7 @@ def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
     positions = {tensor_key: number for number, tensor_key in enumerate(source.shapes)}
 
     def first_position(write: Write) -> int:
+        # -1 for a tensor that the source lacks: `_check_complete` refuses it
         return min(positions.get(tensor_key, -1) for tensor_key in write.keys)
 
     return sorted(writes, key=first_position)

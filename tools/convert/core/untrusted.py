@@ -174,8 +174,8 @@ def _key(key: Any) -> str | int:
 
 
 def _read_storages(torch_file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
-    """Return where values begin in a torch file, how many bytes from there on are of one storage,
-    and their CRC-32.
+    """Return the storages of a torch file: the byte where each begins -> its bytes and their
+    CRC-32.
 
     Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say
     that it is damaged.
@@ -243,7 +243,8 @@ def _locate(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tup
         raise ValueError("a tensor in it is larger than its values are")
     is_whole_storage = value.storage_offset() == 0 and end * itemsize == storage_size
     start = storage_start + value.storage_offset() * itemsize
-    return start, crc or None if is_whole_storage else None
+    has_checksum = is_whole_storage and crc != 0
+    return start, crc if has_checksum else None
 
 
 def _unpickle(torch_file: Path | BinaryIO) -> Any:

@@ -108,8 +108,10 @@ def _hub_data(run: RunRecord | None) -> list[str]:
     """Return the data sets of the Hub that a run was trained on, each once."""
     if run is None:
         return []
-    found = [name for each in run.data for name in HUB_DATA.findall(each.source)]
-    return [*dict.fromkeys(found)]
+    names: dict[str, None] = {}  # in order, each once
+    for text in run.data:
+        names |= dict.fromkeys(HUB_DATA.findall(text.source))
+    return [*names]
 
 
 def _results(source: Source) -> list[dict[str, Any]]:
@@ -156,8 +158,9 @@ def _description(source: Source, dtype: torch.dtype) -> Iterator[str]:
     )
     if source.facts.averaged:
         yield "The weights are the moving average of those of the training (`optimizer.ema`)."
-    for each in source.facts.merged:
-        yield f"The weights are a mean, with a factor of {each.weight:g} for {each.path.name}."
+    for merged_input in source.facts.merged:
+        factor = f"{merged_input.weight:g}"
+        yield f"The weights are a mean, with a factor of {factor} for {merged_input.path.name}."
     if source.kind != TAG:
         yield f"It was converted from a checkpoint of the format `{source.kind}`."
 
@@ -165,9 +168,9 @@ def _description(source: Source, dtype: torch.dtype) -> Iterator[str]:
 def _data_table(run: RunRecord) -> Iterator[str]:
     yield "| source | weight | tokens | documents |"
     yield "|---|---|---|---|"
-    for each in run.data:
-        name = " ".join(each.source.split()).replace("|", "\\|")
-        yield f"| `{name}` | {_weights(each)} | {each.tokens:,} | {each.documents:,} |"
+    for text in run.data:
+        name = " ".join(text.source.split()).replace("|", "\\|")
+        yield f"| `{name}` | {_weights(text)} | {text.tokens:,} | {text.documents:,} |"
 
 
 def _weights(text: TrainedText) -> str:
@@ -230,8 +233,11 @@ def _tables(source: Source, run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _values(keys: Mapping[str, str], table: str) -> dict[str, Any]:
-    """Return the values of a table among keys in TOML's grammar, without those of no form in it,
-    which stand for a key that is not given."""
+    """Return the values of a table.
+
+    keys: of all tables, by dotted name, with values as TOML writes them. A key that was not given
+        has a text that is no TOML, and is left out.
+    """
     values: dict[str, Any] = {}
     for key, text in keys.items():
         if key.startswith(f"{table}."):
@@ -241,8 +247,8 @@ def _values(keys: Mapping[str, str], table: str) -> dict[str, Any]:
 
 
 def _needed(table_class: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without those that a table has by itself, given the others; all of them if
-    they are of another version."""
+    """Return the values that have to be given for the table to be the same: the others are defaults
+    given these. All of them are returned if this version knows no such table."""
     try:
         table = table_class(**values)
     except (ValueError, UserError):

@@ -227,9 +227,11 @@ def _read_by_layer(config: ConfigKeys, leading_dense: int) -> Fields:
         for layer_type in types:
             require(layer_type, "mlp_layer_types", tuple(_MLP_TYPES))
         dense = [layer for layer, layer_type in enumerate(types) if _MLP_TYPES[layer_type]]
-    # Their classes do not read it beside the types, and older readers of their files do.
+    # Their classes do not read it beside the types, but older readers of their files do: it must be
+    # the number of layers before the first one with experts.
     if config.has("first_k_dense_replace"):
-        leading = next((n for n in range(layers) if n not in dense), layers)
+        layers_with_experts = [layer for layer in range(layers) if layer not in dense]
+        leading = min(layers_with_experts, default=layers)
         require(config.stated["first_k_dense_replace"], "first_k_dense_replace", (leading,))
     config.mark_read("first_k_dense_replace", "aux_loss_alpha")
     fields = _feed_forwards(config, dense)

@@ -246,8 +246,10 @@ def _scaling_keys(model: ModelConfig) -> Fields | None:
             parameters[name] = value
     if not scaling.truncate:
         parameters["truncate"] = False
-    is_proportional = scaling.kind == _PROPORTIONAL
-    return {"rope_type": scaling.kind, **parameters} if parameters or is_proportional else None
+    # proportional positions have a rope_type even where nothing else differs from the default
+    if not parameters and scaling.kind != _PROPORTIONAL:
+        return None
+    return {"rope_type": scaling.kind, **parameters}
 
 
 def _newer_parameters(model: ModelConfig) -> Fields:
@@ -388,8 +390,8 @@ def _read_by_layer(
     else:
         fields = _fields(full, config, config["rope_theta"])
     window_fields = _fields(windowed, config, window_base, base_key="rope_local_base_freq")
-    for each in (fields, window_fields):
-        require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
+    for fields_of_type in (fields, window_fields):
+        require(fields_of_type.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
     # Without such layers, or where all turn alike, one set of fields says all.
     if not has_window or fields == window_fields:
         return fields

@@ -76,12 +76,12 @@ def nearest_family(config: Json) -> Nearest | None:
     """Return the family whose keys are most like those of a config.json; None if it does not say
     the number of layers by a name that is known. Of several the first of `FAMILIES`."""
     stated = {key: value for key, value in config.items() if value is not None}
-    candidates = [_beside(stated, name) for name in FAMILIES]
-    return min(
-        (each for each in candidates if each is not None),
-        key=lambda each: each.distance,
-        default=None,
-    )
+    candidates: list[Nearest] = []
+    for name in FAMILIES:
+        candidate = _beside(stated, name)
+        if candidate is not None:
+            candidates.append(candidate)
+    return min(candidates, key=lambda candidate: candidate.distance, default=None)
 
 
 def _beside(stated: Json, name: str) -> Nearest | None:

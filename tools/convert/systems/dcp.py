@@ -240,8 +240,10 @@ def _hugging_face(
     for name, tensor in with_usual_prefix(text_weights, described.model_type).items():
         if not name.endswith(BUFFERS):
             weights[published_name(name, described.model_type)] = tensor
+    # rotary partners are halves of a head, and not neighbours
     in_halves = described.config.get("rope_interleave", True) is False
-    rules = (IN_HALVES if in_halves else HUGGING_FACE)[described.model_type]
+    tables = IN_HALVES if in_halves else HUGGING_FACE
+    rules = tables[described.model_type]
     # Its published files stack experts too, and the name table knows them.
     if described.model_type == "gpt_oss":
         return rules, weights

@@ -115,6 +115,7 @@ def _leave_data_open(arguments: Arguments) -> None:
 
 
 def _weight(text: str) -> float | None:
+    """Return the weight of a data set; None for a text that is none."""
     try:
         weight = float(text)
     except ValueError:
@@ -178,8 +179,7 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
         if kind is not None:
             draft.notes.append(f"{said}: no tokenizer is read; token files need model.vocab alone")
     else:
-        missing = "the size of the vocabulary is not in the arguments"
-        missing += " (--vocab-size)"
+        missing = "the size of the vocabulary is not in the arguments (--vocab-size)"
         what = missing if is_readable else f"{said}: there is no such tokenizer here"
         draft.put("data.tokenizer", OPEN_TOKENIZER, what)
         draft.notes.append(

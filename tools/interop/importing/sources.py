@@ -156,6 +156,7 @@ def _system_of(items: Sequence[str]) -> str:
 def _read_command(
     command: CommandLine, name: str, sources: Sources, folder: Path | None = None
 ) -> None:
+    """Read a command line of Megatron-LM. name: of what it stands in. folder: of its script."""
     sources.megatron = True
     sources.ranks = command.ranks or sources.ranks
     own, deepspeed = read_engine(command, sources.arguments, folder)
@@ -187,6 +188,8 @@ def _note_absent(name: str, command: CommandLine, sources: Sources) -> None:
 
 
 def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None:
+    """Read a checkpoint, a file of settings by the system that it belongs to, or a script or log.
+    Raises UserError."""
     if path.is_dir():
         _read_all(_args_of_checkpoint(path), path, sources)
         return
@@ -291,10 +294,9 @@ def _read_titan(path: Path, text: str, sources: Sources) -> None:
     sources.names.append(path.name)
     data = from_toml(text)
     assert data is not None, "a file whose kind is known is TOML"
-    for key, value, line in _settings_in(data.table, True):
-        sources.torchtitan.setdefault(
-            key, (value, f"{path.name}, line {line}" if line else path.name)
-        )
+    for key, value, line in _settings_in(data.table, with_tables=True):
+        place = f"{path.name}, line {line}" if line else path.name
+        sources.torchtitan.setdefault(key, (value, place))
 
 
 def _plain_table(path: Path, text: str) -> Mapping[str, Any]:
@@ -351,7 +353,7 @@ def _settings_in(
     for key, entry in table.entries.items():
         name = f"{before}{key}".replace("-", "_")
         if with_tables and isinstance(entry.value, PlainDict):
-            yield from _settings_in(entry.value, True, f"{name}.")
+            yield from _settings_in(entry.value, with_tables, f"{name}.")
             continue
         try:
             value = plain(entry.value)
@@ -447,6 +449,7 @@ def _read_json(path: Path, text: str, sources: Sources) -> None:
 
 
 def _yaml(path: Path, text: str) -> SettingsTree:
+    """Return the settings of a YAML file. Raises UserError if it is none, or too large."""
     try:
         data = from_yaml(path, text)
     except TooLarge as error:

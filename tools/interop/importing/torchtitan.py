@@ -134,7 +134,7 @@ def _typed(value: Any, kind: str) -> Any:
         return None
     if kind == "number":
         return number
-    return int(number) if number == int(number) else None
+    return int(number) if number.is_integer() else None
 
 
 def _is_same(value: Any, permitted: Any) -> bool:
@@ -182,14 +182,14 @@ def add_torchtitan(
 
 
 def _add_model(settings: TitanSettings) -> None:
+    """Add the preset of a model of torchtitan, or ask for a model if it is not certain."""
     draft = settings.draft
     name = settings.get("model.name")
     flavor = settings.get("model.flavor")
+    _note_first_weights(settings)
     if name == "qwen3" and flavor in QWEN3:
         settings.put("model.preset", f"qwen3-{flavor.lower()}", "model.name", "model.flavor")
-        _note_first_weights(settings)
         return
-    _note_first_weights(settings)
     is_given = any(not draft.needs(key) for key in ("model.preset", "train.init_from"))
     if is_given or any(key.startswith("model.") for key in draft.settled):
         return
@@ -266,24 +266,26 @@ def _left_over(settings: TitanSettings, others: int, ranks: int | None) -> int |
 
 def _add_zero(settings: TitanSettings, copies: int, sharing: int, pipeline: int) -> None:
     """Add the stage of ZeRO. sharing: the ranks that share a copy."""
-    policy = settings.get("parallelism.fsdp_reshard_after_forward")
-    names = ("parallelism.data_parallel_shard_degree", "parallelism.fsdp_reshard_after_forward")
+    shards_name = "parallelism.data_parallel_shard_degree"
+    policy_name = "parallelism.fsdp_reshard_after_forward"
+    policy = settings.get(policy_name)
     if policy not in ("default", "always", "never"):
-        settings.refuse(names[1], "default, always and never are known", "parallel.zero")
+        settings.refuse(policy_name, "default, always and never are known", "parallel.zero")
         return
     if sharing == 1:
         if copies > 1:
-            settings.put("parallel.zero", False, names[0])
+            settings.put("parallel.zero", False, shards_name)
         return
     # by default what a pipeline gathers stays until the backward pass
-    keeps = policy == "never" or (policy == "default" and pipeline > 1)
-    settings.put("parallel.zero", 2 if keeps else 3, *names)
+    keeps_gathered = policy == "never" or (policy == "default" and pipeline > 1)
+    settings.put("parallel.zero", 2 if keeps_gathered else 3, shards_name, policy_name)
     if copies > 1:
-        name = "parallelism.data_parallel_replicate_degree"
-        settings.put("parallel.zero_size", sharing, name, names[0])
+        copies_name = "parallelism.data_parallel_replicate_degree"
+        settings.put("parallel.zero_size", sharing, copies_name, shards_name)
 
 
 def _add_schedule(settings: TitanSettings, pipeline: int) -> None:
+    """Add the schedule of a pipeline; an interleaved one has two chunks on each rank there."""
     if pipeline == 1:
         return
     name = "parallelism.pipeline_parallel_schedule"
@@ -361,6 +363,7 @@ def _add_rate(settings: TitanSettings) -> None:
 
 
 def _add_optimizer(settings: TitanSettings) -> None:
+    """Add AdamW, which decays all parameters, and clipping."""
     if settings.get("optimizer.name") != "AdamW":
         settings.refuse("optimizer.name", "give optimizer.name=... beside", "optimizer.name")
     settings.put("optimizer.name", "adamw", "optimizer.name")
@@ -397,18 +400,20 @@ def _add_precision(settings: TitanSettings) -> None:
     )
     if not has_fsdp and splits_model > 1:
         products = held
+    of_weights, of_products, of_reduction = names
     if held == "fp32":
-        settings.put("precision.compute", products, names[1])
+        settings.put("precision.compute", products, of_products)
     else:
-        settings.put("precision.compute", held, names[0])
-        settings.put("precision.masters", "none", names[0])
-        settings.put("precision.moments", held, names[0])
-        settings.put("precision.gradients", held, names[0])
+        settings.put("precision.compute", held, of_weights)
+        settings.put("precision.masters", "none", of_weights)
+        settings.put("precision.moments", held, of_weights)
+        settings.put("precision.gradients", held, of_weights)
     if has_fsdp:
-        settings.put("precision.reduce", reduced, names[2])
+        settings.put("precision.reduce", reduced, of_reduction)
 
 
 def _add_recomputation(settings: TitanSettings) -> None:
+    """Add what is recomputed: nothing, all layers, parts of each, or each layer of a number."""
     name = "activation_checkpoint.mode"
     mode = settings.get(name)
     option_name = "activation_checkpoint.selective_ac_option"

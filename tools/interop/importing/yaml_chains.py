@@ -71,10 +71,11 @@ class Chain:
                     second=leaf.value,
                 )
             is_open = isinstance(leaf.value, UnknownValue)
-            match = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
-            if match:
-                self.absent.append(match[1])
-                leaf = leaf._replace(value=match[2])
+            variable = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
+            if variable:
+                name, default = variable.groups()
+                self.absent.append(name)
+                leaf = leaf._replace(value=default)
             self.leaves[leaf.name] = leaf
 
 
@@ -92,7 +93,7 @@ def read_chain(path: Path, table: PlainDict) -> Chain | None:
     none. Raises UserError for a file that is not there."""
     modules = table.get("modules")
     if isinstance(modules, PlainDict):
-        trainers = [one for one in _tables(modules) if one.get("framework") == FRAMEWORK]
+        trainers = [module for module in _tables(modules) if module.get("framework") == FRAMEWORK]
         return _read_primus(path, trainers[0]) if len(trainers) == 1 else None
     defaults = table.get("defaults")
     names = _named_by(defaults) if isinstance(defaults, PlainSequence) else {}

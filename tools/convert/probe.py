@@ -413,6 +413,7 @@ def parameters(config: str) -> int:
 
 
 def _no_model(error: Exception) -> UserError:
+    """Return the error for a folder that transformers cannot load."""
     reason = " ".join(str(error).split())[:MOST_REASON]
     return UserError.of(
         "convert.probe_no_model",

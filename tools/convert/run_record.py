@@ -63,6 +63,7 @@ def _trained_texts(identity: dict[str, Any]) -> tuple[TrainedText, ...]:
 
 
 def _evaluated(table: dict[str, Any]) -> dict[str, EvaluatedLoss]:
+    """Return the losses of an evaluation by name, those that can be read."""
     losses: dict[str, EvaluatedLoss] = {}
     for field, numbers in table.items():
         try:

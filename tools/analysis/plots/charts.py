@@ -323,6 +323,7 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
 
 
 def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Strokes:
+    """Return the strokes of crosses that stand on the axis, or just above it."""
     max_crosses = int(frame.box.width / STRETCH_WIDTH)
     # of very many, evenly chosen ones: more would not be seen
     spacing = 1 + len(crosses.x) // max_crosses
@@ -488,6 +489,7 @@ def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | No
 
 
 def _draw_dot(center: Point, color: str) -> Rect:
+    """Return a dot around a point."""
     x, y = center
     return Rect(
         x - DOT,
@@ -500,6 +502,7 @@ def _draw_dot(center: Point, color: str) -> Rect:
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Strokes:
+    """Return the strokes of crosses: two for each point."""
     points: list[Point | None] = []
     for x, y in centers:
         left = x - CROSS

@@ -276,6 +276,7 @@ def _line_style(trail: Strokes) -> Any:
 
 
 def _add_text(axes: Any, text: Text) -> None:
+    """Draw a text with matplotlib."""
     axes.text(
         text.x,
         text.y,

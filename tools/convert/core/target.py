@@ -341,6 +341,7 @@ def _copy_pieces(tensor_write: Write, source: Source, dtype: torch.dtype, partia
     (location,) = tensor_write.locations
 
     def written_pieces() -> Iterator[Tensor]:
+        """Yield the pieces of the tensor, each after it was written to the file."""
         # `checksum` takes the pieces, and each is written as it is taken: one is in memory
         start = location.start
         for piece in source.pieces(tensor_key):

@@ -147,6 +147,7 @@ class _Description:
         return ["other", type(value).__name__]
 
     def _describe_dict(self, table: Mapping[Any, Any]) -> Any:
+        """Return a table as JSON can hold it. Raises ValueError if two keys would be one there."""
         entries = {}
         for key, value in table.items():
             entries[_key(key)] = self.describe(value)
@@ -299,6 +300,8 @@ class MetadataUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class that a pickle refers to, or a harmless one in its place. Raises
+        UnpicklingError for one that is not let in."""
         # Names of classes begin with a capital: no function of these modules is let in.
         is_class = name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         if (module in METADATA_MODULES and is_class) or (module, name) == MEGATRON_METADATA:

@@ -92,6 +92,7 @@ def _yaml(value: Any) -> str:
 
 
 def _metadata(source: Source, name: str) -> Iterator[str]:
+    """Yield the lines of a card's head that the hub reads."""
     yield "library_name: transformers"
     yield "pipeline_tag: text-generation"
     yield f"tags: {_yaml([TAG])}"
@@ -148,6 +149,7 @@ def _evaluation(source: Source) -> tuple[float | None, float | None]:
 
 
 def _description(source: Source, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the sentences that say what the weights are."""
     shapes = [source.shapes[key] for key in source.keys("weight")]
     count = sum(map(prod, shapes))
     family = model_type_of(source.model)

@@ -63,6 +63,7 @@ def experts_of_qwen(shared: bool) -> Entry:
     with a gate."""
 
     def read(config: ConfigKeys) -> Fields:
+        """Return the fields of experts, and which layers have them."""
         config.mark_read(*_KEYS_OF_QWENS_EXPERTS)
         if shared:
             config.mark_read("shared_expert_intermediate_size")
@@ -82,6 +83,7 @@ def experts_of_qwen(shared: bool) -> Entry:
         return {**routed, **fields}
 
     def write(model: ModelConfig) -> Json:
+        """Return the keys of experts."""
         config: Fields = {
             "num_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
@@ -162,6 +164,7 @@ def _feed_forwards(config: ConfigKeys, dense: list[int]) -> Fields:
 
 
 def _read_glm4_moe(config: ConfigKeys) -> Fields:
+    """Return the fields of GLM-4.5's experts, behind some dense layers."""
     first = config["first_k_dense_replace"]
     layers = config["num_hidden_layers"]
     if first >= layers:
@@ -294,6 +297,7 @@ def _read_deepseek_v2(config: ConfigKeys) -> Fields:
 
 
 def _read_deepseek_v3(config: ConfigKeys) -> Fields:
+    """Return the fields of DeepSeek V3's experts, which are chosen among groups."""
     # Without experts these decide nothing, whatever they say.
     config.mark_read("norm_topk_prob", "n_group", "topk_group")
     fields = _deepseek_experts(config)
@@ -387,6 +391,7 @@ def _write_after_dense(model: ModelConfig) -> Json:
 
 
 def _write_deepseek(model: ModelConfig, method: str) -> Json:
+    """Return DeepSeek's keys of experts. method: its name for how they are chosen."""
     # Sizes of experts may stay away: no layer has them.
     if not model.experts:
         return {"first_k_dense_replace": model.layers}

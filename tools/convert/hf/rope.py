@@ -331,6 +331,8 @@ def rope_by_layer(
     """
 
     def read(config: ConfigKeys) -> Fields:
+        """Return the fields of windows and of the rotary positions of layers with and without
+        one."""
         fields = windows.read(config)
         if window_base_key:
             window_base = config[window_base_key]
@@ -349,6 +351,7 @@ def rope_by_layer(
         return fields | rotary
 
     def write(model: ModelConfig) -> Json:
+        """Return the keys of windows and of the rotary positions of layers with and without one."""
         full = _newer_parameters(model)
         windowed = full
         # Of proportional ones the class makes no table for layers with the window.
@@ -444,6 +447,7 @@ def by_layer_beyond_transformers_4(model_type: str) -> Callable[[ModelConfig], I
     with the window."""
 
     def yield_lines(model: ModelConfig) -> Iterator[str]:
+        """Yield what the rotary positions of a family's windowed layers cannot be."""
         if not model.window:
             return
         if model.rope_scaling.kind != "none" and not model.window_rope_base:

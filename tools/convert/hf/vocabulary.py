@@ -405,6 +405,7 @@ def _replace(old: str, new: str) -> dict[str, Any]:
 
 
 def _added_token(content: str, token_id: int) -> dict[str, Any]:
+    """Return the entry of a special token in a tokenizer's file."""
     return {
         "id": token_id,
         "content": content,

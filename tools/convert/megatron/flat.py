@@ -472,6 +472,7 @@ def _buffers(
 
 
 def _lay_out(flat_layout: FlatLayout, tensor_name: str, parameter: Registered) -> Parameter:
+    """Return a parameter as it lies in the flat buffers of its rank."""
     elements = sum(prod(_local_shape(flat_layout, match)) for match in parameter.matches)
     # Its gradient is reduced over two stages besides, so it shares no bucket.
     sizes = sizes_of(flat_layout.args)

@@ -133,6 +133,7 @@ def _yarn(arguments: Args, prefix: str, truncate: bool) -> dict[str, Any]:
 
 
 def _yarn_factor(arguments: Args) -> float:
+    """Return the factor of YaRN. Raises UserError if it is missing, or below 1."""
     if arguments.get("rotary_scaling_factor") is None:
         # The argument that says YaRN.
         key = "position_embedding_type"

@@ -431,6 +431,7 @@ def _problems_of_layers(spec: Any, origin: str) -> Iterator[Problem]:
 
 
 def _norm(config: Mapping[str, Any], origin: str) -> str:
+    """Return the kind of norm. Raises UserError for another."""
     norms = {"RMSNorm": "rms", "LayerNorm": "layer"}
     if config["normalization"] not in norms:
         raise UserError.of(

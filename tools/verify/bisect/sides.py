@@ -216,6 +216,7 @@ class _KeyDifference(NamedTuple):
 
 
 def _different_keys(first_run: RunConfig, second_run: RunConfig) -> Iterator[_KeyDifference]:
+    """Yield the keys of run files whose values differ."""
     for (table, first_table), (_, second_table) in zip(first_run, second_run, strict=True):
         for key_name, value in first_table:
             if value == getattr(second_table, key_name):
@@ -361,6 +362,7 @@ def other_tensors(first_store: Store, second_store: Store) -> list[str]:
 
 
 def _same_bits(stored_name: str, first_store: Store, second_store: Store) -> bool:
+    """Return True if a stored tensor has the same bits in both stores."""
     kind, tensor_name = stored_name.split("/", 1)
     first_values = first_store.read(kind, tensor_name)
     second_values = second_store.read(kind, tensor_name)

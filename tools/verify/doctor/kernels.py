@@ -103,6 +103,7 @@ def _try_mx_products(device: torch.device) -> Trial:
 
 
 def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
+    """Return whether a kernel for products of scaled FP8 is here, and right."""
     kernel, refusal_reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
     # and it is right: `choose_kernel` has tried it
     if kernel is not None:
@@ -168,6 +169,7 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_kernel(kernel_name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield the findings about one kernel, which all hosts should have, or none."""
     faulty = dict[str, str]()  # the reason by host
     absent = dict[str, str]()
     for host_answer in hosts:

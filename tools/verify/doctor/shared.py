@@ -136,6 +136,7 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_reader(reader_answer: Answer, writer_answer: Answer) -> Iterator[Finding]:
+    """Yield what is wrong with a shared folder by what one host sees that another has written."""
     shared_folder = f"{reader_answer['folder']} on {reader_answer['host']}"
     if reader_answer["written_s"] is None:
         message = f"{shared_folder}: a file that {writer_answer['host']} wrote there is not seen"

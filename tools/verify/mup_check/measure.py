@@ -286,6 +286,7 @@ class _AttentionWithScores(Attention):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
+        """Show the scores, and return the output."""
         if self.keep_scores is not None:
             scale = self.scale or query.shape[-1] ** -0.5
             # grouped attention: several heads of queries share one of keys

@@ -67,6 +67,7 @@ def _beyond_plain(config: RunConfig) -> Iterator[LeftOut]:
 
 
 def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
+    """Yield the parts of a model's loss and gradients that transformers does not have."""
     model = config.model
     if model.experts and model.router_aux_loss:
         reason = "transformers balances over the layers of a batch together"
@@ -129,6 +130,7 @@ def _require_transformers() -> None:
 
 
 def _problems(config: RunConfig, own_precision: bool) -> Iterator[Problem]:
+    """Yield why an oracle cannot train a run. own_precision: see `require_possible`."""
     model = config.model
     optimizer = config.optimizer
     if model.factory:

@@ -99,6 +99,7 @@ def _unknown(config: ModelConfig) -> UserError:
 
 
 def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
+    """Return what a feed-forward with a gate gives to its last matrix. Raises UserError."""
     if config.mlp == "swiglu":
         return F.silu(gate) * up
     if config.mlp == "geglu":

@@ -229,6 +229,7 @@ def _stations(differences: Sequence[Difference], step: int) -> Iterator[dict[str
 
 
 def _station(difference: Difference, quantity_name: str) -> dict[str, Any]:
+    """Return the entry of a quantity in a certificate, at one station of a step."""
     if difference.inconclusive:
         verdict = NOT_TRIED
     elif difference.fails:

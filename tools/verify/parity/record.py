@@ -131,6 +131,7 @@ class RecordedSamples(Samples):
         return len(self.samples)
 
     def batch(self, position: int, count: int) -> Batch:
+        """Return the samples, note their ids, and leave some targets out if the case is masked."""
         sample_batch = self.samples.batch(position, count)
         self.ids.append(sample_batch.ids.tolist())
         if not self.masked:

@@ -71,6 +71,7 @@ class GradientNorms(StepObserver):
         self.newest: deque[dict[str, float]] = deque(maxlen=steps)
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
+        """Keep the norm of each parameter's gradients of a step whose outcome is decided."""
         squares: dict[str, float] = {}
         for buffer in buffers:
             for owned in buffer.owned_pieces(buffer.start, buffer.stop):
@@ -234,7 +235,7 @@ def name_sample(
             MeasuredDocument(number, len(targets), document_loss, _text(corpus, targets))
         )
     # a document of which one token is in the sample says little
-    documents.sort(key=lambda document: -_finite(document.loss * document.tokens))
+    documents.sort(key=lambda document: -finite_or_lowest(document.loss * document.tokens))
     return NamedSample(
         id=label,
         position=position,
@@ -245,8 +246,8 @@ def name_sample(
     )
 
 
-def _finite(value: float) -> float:
-    """Return a value to sort by: below all others if no token of a document counts."""
+def finite_or_lowest(value: float) -> float:
+    """Return a value to sort by, below all others if it is not finite."""
     return value if math.isfinite(value) else -math.inf
 
 

@@ -22,6 +22,7 @@ from tools.verify.replay.spike_measures import (
     GradientNorms,
     Measures,
     NamedSample,
+    finite_or_lowest,
     name_sample,
     only,
     without,
@@ -319,7 +320,7 @@ class _Samples:
     def by_loss(self) -> list[int]:
         """Return the positions of all samples, the highest loss first."""
         positions = range(len(self.losses))
-        return sorted(positions, key=lambda position: -_finite(self.losses[position]))
+        return sorted(positions, key=lambda position: -finite_or_lowest(self.losses[position]))
 
     def search(self, spike: RecordedSpike) -> BatchNumbers | None:
         """Look for the samples without which the batch is ordinary, by their losses, and if these
@@ -348,10 +349,6 @@ class _Samples:
             return None
         self.outliers = [*positions]
         return self._measures.batch(without(self._share, positions))
-
-
-def _finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else -math.inf
 
 
 def _outliers(values: Sequence[float], ordinary: Sequence[float]) -> list[int]:

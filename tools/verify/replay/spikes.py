@@ -103,6 +103,7 @@ def step_tokens(record: Mapping[str, Any]) -> int:
 
 
 def _report(record: Mapping[str, Any]) -> StepReport:
+    """Return the report of a step from its record in the log."""
     return StepReport(
         outcome=record["outcome"],
         loss=float(record["loss"]),

@@ -190,11 +190,11 @@ def _texts(tokenizer: Tokenizer) -> dict[int, str]:
 
 def _all_ids(table: Mapping[str, Any]) -> set[int]:
     """Return all ids of tokens that a table has."""
-    found = set[int]()
+    token_ids = set[int]()
     for key, value in table.items():
         if key.endswith(_OF_TOKENS):
-            found |= _ids(value)
-    return found
+            token_ids |= _ids(value)
+    return token_ids
 
 
 def _ids(value: Any) -> set[int]:
@@ -208,8 +208,8 @@ def _moved(value: Any, moved: Mapping[int, int | None]) -> Any:
     if not isinstance(value, list):
         return moved.get(value, value)
     new_ids = [moved.get(token_id, token_id) for token_id in value]
-    left = [token_id for token_id in new_ids if token_id is not None]
-    return left or None
+    kept_ids = [token_id for token_id in new_ids if token_id is not None]
+    return kept_ids or None
 
 
 def _in_words(value: Any) -> str:

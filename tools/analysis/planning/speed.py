@@ -192,9 +192,9 @@ class _StepCosts:
                 alike[key] = _stage_seconds(config, cost, assumed, self.links)
             self.by_stage.append(alike[key])
         # a simulation asks for each instruction
-        self._seconds = [
-            {op: of_op.seconds for op, of_op in of_stage.items()} for of_stage in self.by_stage
-        ]
+        self._seconds: list[dict[Op, float]] = []
+        for of_stage in self.by_stage:
+            self._seconds.append({op: of_op.seconds for op, of_op in of_stage.items()})
 
     def seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction."""

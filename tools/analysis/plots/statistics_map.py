@@ -98,8 +98,8 @@ def _spaced(records: Sequence[Record]) -> list[Record]:
 
 def row_of(name: str) -> str:
     """Return the row of a tensor or layer by its logical name: "layer 3", or its first word."""
-    kind, _, rest = name.partition(".")
-    number = rest.partition(".")[0]
+    kind, _, within = name.partition(".")
+    number, _, _ = within.partition(".")
     if kind == "layers":
         return f"layer {number}"
     if kind == "mtp":

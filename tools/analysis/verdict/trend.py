@@ -109,9 +109,9 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
 
     rates: the learning rates of their steps, NaN where they are not known.
     """
-    found = len(evaluations)
-    if found < FEWEST:
-        return Trend("not known", f"too few evaluations: {found}, of {FEWEST} at least")
+    count = len(evaluations)
+    if count < FEWEST:
+        return Trend("not known", f"too few evaluations: {count}, of {FEWEST} at least")
     pieces = len(evaluations[-1].tokens)
     if pieces < FEWEST_PIECES:
         return Trend("not known", f"too few samples: {pieces}, of {FEWEST_PIECES} at least")

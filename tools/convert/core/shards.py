@@ -323,13 +323,15 @@ def notes_on_copies(
     first_files: dict[Any, Path] = {}
     for chunks in tensors.values():
         identities = []
+        files = []
         for number, chunk in enumerate(chunks):
             for tensor_name, stored in chunk.items():
                 identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
+                files.append(stored.file)
         # Without a checksum of every tensor nothing can be said.
         if not identities or any(crc is None for *_, crc in identities):
             continue
-        file = next(stored.file for chunk in chunks for stored in chunk.values())
+        file = files[0]
         first_file = first_files.setdefault(frozenset(identities), file)
         if first_file != file:
             yield (

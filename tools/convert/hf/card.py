@@ -85,8 +85,8 @@ def _name_of(source: Source) -> str:
 def _yaml(value: Any) -> str:
     """Return a value in one line of YAML."""
 
-    def escaped(found: re.Match[str]) -> str:
-        return f"\\u{ord(found[0]):04x}"
+    def escaped(unprintable: re.Match[str]) -> str:
+        return f"\\u{ord(unprintable[0]):04x}"
 
     return UNPRINTABLE.sub(escaped, json.dumps(value, ensure_ascii=False))
 

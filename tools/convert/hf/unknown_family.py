@@ -120,9 +120,9 @@ def _keys_of(stated: Json, name: str, foreign: dict[str, None]) -> ConfigKeys | 
         return ConfigKeys(of_family, family)
     except UserError as error:
         foreign |= dict.fromkeys(_named_in(error, stated))
-    rest = {key: value for key, value in of_family.items() if key not in foreign}
+    readable = {key: value for key, value in of_family.items() if key not in foreign}
     try:
-        return ConfigKeys(rest, family)
+        return ConfigKeys(readable, family)
     except UserError:
         return None
 

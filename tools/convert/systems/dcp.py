@@ -184,15 +184,16 @@ def _prefix(checkpoint: Path, names: Iterable[str]) -> str:
             "convert.dcp_no_model", path=checkpoint, embeddings=", ".join(_EMBEDDINGS)
         )
     if len(prefixes) > 1:
-        found = " and ".join(prefixes.values())
-        raise UserError.of("convert.dcp_several_models", path=checkpoint, names=found)
+        embeddings = " and ".join(prefixes.values())
+        raise UserError.of("convert.dcp_several_models", path=checkpoint, names=embeddings)
     return next(iter(prefixes))
 
 
 def _subject(saved_name: str) -> str:
     """Return the words for a tensor that is not read."""
     parts = saved_name.split(".")
-    if any(part.startswith("optim") for part in parts[:2]) or parts[0] in ("state", "param_groups"):
+    is_in_optimizer = any(part.startswith("optim") for part in parts[:2])
+    if is_in_optimizer or parts[0] in ("state", "param_groups"):
         return "the optimizer's state"
     return parts[0]
 

@@ -300,11 +300,9 @@ def _feed_forward(
         raise UserError.of("convert.internevo_not_internlm", path=checkpoint, export=EXPORT)
     # Only a width other than hidden tells the closing layer from the others.
     if shapes["w2"] == shapes["w3"]:
+        shape = [*shapes["w2"][0]]
         raise UserError.of(
-            "convert.internevo_feed_forward",
-            path=checkpoint,
-            w2=list(shapes["w2"][0]),
-            export=EXPORT,
+            "convert.internevo_feed_forward", path=checkpoint, w2=shape, export=EXPORT
         )
     width = sum(shape[0] for shape in shapes["w1"])
     if shapes["w3"] == shapes["w1"]:

@@ -248,7 +248,7 @@ def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path)
     if _is_torchtitans(command):
         _read_titan_words(name, command, sources, folder)
         return
-    kind = whose(_typed(command))
+    kind = whose(_typed_options(command.words))
     if kind is None or kind.whose not in OF_TRAINER:
         _require_megatrons(name, command.words)
         _read_command(command, name, sources, folder)
@@ -261,15 +261,21 @@ def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path)
     _note_absent(name, command, sources)
 
 
-def _typed(command: CommandLine) -> list[str]:
+def _typed_options(words: Sequence[Word]) -> list[str]:
     """Return the options of a command line, without values."""
-    return [word.text.partition("=")[0] for word in command.words if word.text.startswith("--")]
+    options = list[str]()
+    for word in words:
+        if word.text.startswith("--"):
+            option, _, _ = word.text.partition("=")
+            options.append(option)
+    return options
 
 
 def _is_torchtitans(command: CommandLine) -> bool:
     """Return True if options are torchtitan's, whose names have a table and a dot."""
     tables = {key.partition(".")[0] for key in titan.READ}
-    named = [option.removeprefix("--").partition(".") for option in _typed(command)]
+    options = _typed_options(command.words)
+    named = [option.removeprefix("--").partition(".") for option in options]
     return any(dot and table in tables for table, dot, _ in named)
 
 
@@ -383,7 +389,7 @@ def _args_of_checkpoint(path: Path) -> Mapping[str, Any]:
 
 def _require_megatrons(name: str, words: Sequence[Word]) -> None:
     """Raise UserError if most arguments are another program's."""
-    typed = [word.text.partition("=")[0] for word in words if word.text.startswith("--")]
+    typed = _typed_options(words)
     kind = whose(typed)
     if kind is not None:
         raise UserError(kind.of(name))

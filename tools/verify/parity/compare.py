@@ -299,12 +299,12 @@ class StepComparison:
 
 def _values_by_border(run_record: Record, tensor_kind: str, step_index: int) -> Tensors:
     """Return the values that one process saw by border: [samples, positions]."""
-    found: Tensors = {}
+    by_border: Tensors = {}
     for border_kind, border in run_record.borders:
         of_step = run_record.borders_at((border_kind, border), step_index)
         if border_kind == tensor_kind and of_step:
-            found[border] = of_step[0].values
-    return found
+            by_border[border] = of_step[0].values
+    return by_border
 
 
 def _select_part(

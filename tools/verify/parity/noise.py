@@ -320,9 +320,9 @@ def without_undetermined(
     for tensor_name in distances.keys() & tensors.keys() & reference.keys():
         difference = tensors[tensor_name] - reference[tensor_name]
         beyond = difference.abs() - distances[tensor_name]
-        left = difference.sign() * beyond.clamp(min=0)
+        remaining_difference = difference.sign() * beyond.clamp(min=0)
         is_undetermined = distances[tensor_name] > 0
-        moved = reference[tensor_name] + left
+        moved = reference[tensor_name] + remaining_difference
         # all other elements keep their very bits
         nearer[tensor_name] = torch.where(is_undetermined, moved, tensors[tensor_name])
     return nearer

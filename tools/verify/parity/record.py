@@ -447,7 +447,8 @@ def _order_borders(
 
 def _replica_of(rank_report: RankReport) -> int:
     """Return the dp rank: a report's "place" is (pp, dp, tp)."""
-    return rank_report["place"][1]
+    _, dp_rank, _ = rank_report["place"]
+    return dp_rank
 
 
 def _order_batches(reports: Sequence[RankReport]) -> list[list[int]]:

@@ -175,11 +175,11 @@ def _document_lengths(run_config: RunConfig, count: int) -> list[int]:
         # some share a sample, and some are cut
         cycle = [longest, seq_length // 4 + 1, seq_length + longest, 1]
     lengths = list[int]()
-    left = count
-    while left:
-        length = min(left, cycle[len(lengths) % len(cycle)])
+    tokens_left = count
+    while tokens_left:
+        length = min(tokens_left, cycle[len(lengths) % len(cycle)])
         lengths.append(length)
-        left -= length
+        tokens_left -= length
     return lengths
 
 

@@ -278,7 +278,8 @@ def turn_one_sign(checkpoint: Path) -> str:
     # a moment, if there is any: a rule without moments leaves the weights
     stored_names.sort(key=lambda stored_name: (stored_name.startswith("weight/"), stored_name))
     for stored_name in stored_names:
-        file_name = tensors[stored_name]["chunks"][0]["file"]
+        first_chunk = tensors[stored_name]["chunks"][0]
+        file_name = first_chunk["file"]
         key_in_file = stored_name.removeprefix("weight/")
         with safe_open(checkpoint_store.file(file_name), "pt") as opened_file:
             stored_values = opened_file.get_tensor(key_in_file).flatten()
@@ -299,7 +300,8 @@ def _turn_sign(file: Path, key_in_file: str, element_index: int, stored_values: 
         # a safetensors file: the length of the header in 8 bytes, the header, the tensors
         header_length = int.from_bytes(opened_file.read(8), "little")
         header = json.loads(opened_file.read(header_length))
-        tensor_start = 8 + header_length + header[key_in_file]["data_offsets"][0]
+        offset, _ = header[key_in_file]["data_offsets"]
+        tensor_start = 8 + header_length + offset
         opened_file.seek(tensor_start + element_index * stored_values.itemsize)
         opened_file.write(turned_bytes)
 

@@ -311,7 +311,9 @@ class _Samples:
         self._measures = measures
         self._share = share
         self.losses = measures.sample_losses(share)
-        self._ordinary = [loss for other in others for loss in measures.sample_losses(other)]
+        self._ordinary: list[float] = []
+        for other in others:
+            self._ordinary += measures.sample_losses(other)
         self.outliers: list[int] = []
         high = _outliers(self.losses, self._ordinary)
         self.num_high = len(high)

@@ -34,6 +34,7 @@ class Counts:
     @classmethod
     def of(cls, before: Ids, tokens: Ids, vocabulary: int) -> "Counts":
         """Return the counts of tokens, each with the one before it. before, tokens: int64 [n]."""
+        # a pair of ids as one number
         pairs, pair_counts = np.unique(before * vocabulary + tokens, return_counts=True)
         return cls(
             singles=np.bincount(tokens, minlength=vocabulary),

@@ -82,8 +82,8 @@ def trained(
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
-    by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
-    return record, by
+    trained_by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
+    return record, trained_by
 
 
 def _states_after(

@@ -219,18 +219,18 @@ def name_sample(
     (label,) = samples.labels(samples.batch(first + sample, 1).ids)
     length = share.targets.shape[1]
     first_token = location.first_token + piece * length
-    # of all targets of the sample
-    of_sample = np.full(share.pieces * length, NO_DOCUMENT, np.int64)
-    documents_of_targets = location.documents()[1:]
-    of_sample[: len(documents_of_targets)] = documents_of_targets
-    numbers = of_sample[piece * length : (piece + 1) * length]
-    of_targets = torch.from_numpy(numbers)
-    losses = measures.documents(share, position, of_targets)
+    # the document of each target: of the whole sample, then of the piece
+    known_numbers = location.documents()[1:]
+    sample_numbers = np.full(share.pieces * length, NO_DOCUMENT, np.int64)
+    sample_numbers[: len(known_numbers)] = known_numbers
+    piece_numbers = sample_numbers[piece * length : (piece + 1) * length]
+    document_of_target = torch.from_numpy(piece_numbers)
+    losses = measures.documents(share, position, document_of_target)
     documents: list[MeasuredDocument] = []
-    for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
+    for number, document_loss in zip(document_of_target.unique().tolist(), losses, strict=True):
         if number == NO_DOCUMENT:
             continue
-        targets = share.targets[position][of_targets == number]
+        targets = share.targets[position][document_of_target == number]
         documents.append(
             MeasuredDocument(number, len(targets), document_loss, _text(corpus, targets))
         )

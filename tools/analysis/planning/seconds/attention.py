@@ -62,7 +62,7 @@ def attention_seconds(
     included."""
     ranks = config.parallel.tensor * config.parallel.context
     speed = assumed.tflops * 1e12 * assumed.efficiency * assumed.attention * ranks
-    computed = causal_share(config.model, config.train.seq_length)
-    forward = computed * cost.attention / speed
-    again = computed * cost.recomputed_attention / speed
-    return forward, BACKWARD * forward + again
+    computed_share = causal_share(config.model, config.train.seq_length)
+    forward = computed_share * cost.attention / speed
+    recomputed = computed_share * cost.recomputed_attention / speed
+    return forward, BACKWARD * forward + recomputed

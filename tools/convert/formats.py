@@ -75,7 +75,8 @@ def open_intact(
     weights_only: bool = False,
     model: ModelConfig | None = None,
 ) -> Source:
-    """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
+    """Open a model as `open_source` does. Raises UserError also if a file of a megaprec checkpoint
+    is damaged."""
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
         require_intact(store, store.digests)

@@ -505,8 +505,8 @@ def _draw_weights(model: Any) -> None:
 
 @contextmanager
 def float32_is_float64(transformers: Any, model_type: str) -> Iterator[None]:
-    """Within the context torch.float32 is float64, for transformers computes norms, angles and
-    softmax in torch.float32.
+    """Context manager in which torch.float32 is float64, for transformers computes norms, angles
+    and softmax in torch.float32.
 
     model_type: of the model that is to be computed.
     """

@@ -80,8 +80,8 @@ def form_to_compile(
     *arguments: Any,
     otherwise: Callable[..., Any] | None = None,
 ) -> Any:
-    """Call a leaf itself, within a function that torch.compile compiles as a whole. `otherwise`,
-    the form for runs that do not compile, is not used."""
+    """Return what a leaf returns, called itself within a function that torch.compile compiles as a
+    whole. `otherwise`, the form for runs that do not compile, is not used."""
     return leaf(*arguments)
 
 
@@ -92,7 +92,8 @@ def linear_times(
     device: torch.device,
     compiled: bool = False,
 ) -> Times:
-    """Time one layer. compiled: fuse the casts by torch.compile."""
+    """Return the times of one linear layer's products and casts. compiled: fuse the casts by
+    torch.compile."""
 
     def random(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device)

@@ -302,8 +302,8 @@ def _bytes_of_layer(
 
 
 def least_layers_in_flight(config: RunConfig) -> int:
-    """Return of how many layers, such as the model's last one, the second of the pipeline ranks
-    keeps activations, at least; a layer counts for each micro-batch.
+    """Return for how many layers the second pipeline rank keeps activations at once, at least. A
+    layer counts once for each of its micro-batches; all are of the kind of the model's last layer.
 
     The first rank may have layers of another kind. A stage in the middle has no fewer layers than
     the mean one, rounded down. 0 if it is not known: for schedules other than 1F1B and interleaved

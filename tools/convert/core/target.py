@@ -140,8 +140,8 @@ def _write_all(
 
 @contextmanager
 def _remove_if_refused(partial: Path) -> Iterator[None]:
-    """Remove the folder if the conversion is refused. After a full disk or a kill it stays, to be
-    resumed."""
+    """Context manager that removes the folder if the conversion is refused. After a full disk or a
+    kill it stays, to be resumed."""
     try:
         yield
     except UserError:
@@ -213,7 +213,7 @@ class ConversionJournal:
 
 @contextmanager
 def _report_disk_errors(destination: Path) -> Iterator[None]:
-    """Raise UserError in place of OSError, with a remedy for a full disk."""
+    """Context manager that raises UserError in place of OSError, with a remedy for a full disk."""
     try:
         yield
     except OSError as error:

@@ -119,6 +119,7 @@ def _read_qwen3_5(config: ConfigKeys) -> Fields:
 
 
 def _write_qwen3_5(model: ModelConfig) -> Json:
+    """Return the keys of experts, which all layers have."""
     return {
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,

@@ -418,10 +418,11 @@ def _ranks(flat_layout: FlatLayout) -> Iterator[_OptimizerRank]:
         yield _OptimizerRank(0, number, local, part=tp, expert_part=tp % sizes.expert_tp)
     if not separate_experts:
         return
-    count = flat_layout.model.experts // sizes.ep
+    experts_per_rank = flat_layout.model.experts // sizes.ep
     numbers = product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp))
     for pp, ep, tp in numbers:
-        local_experts = range(ep * count, (ep + 1) * count)
+        first_expert = ep * experts_per_rank
+        local_experts = range(first_expert, first_expert + experts_per_rank)
         local = [_select_experts(stage, local_experts) for stage in stages[pp :: sizes.pp]]
         number = (pp * sizes.ep + ep) * sizes.expert_tp + tp
         # Nothing but experts is in this optimizer, so `part` is of nothing.

@@ -288,7 +288,8 @@ class PythonFile:
         return self._not_evaluated(node)
 
     def _not_evaluated(self, node: ast.AST) -> Any:
-        """Read the parts of an expression of another kind, whose value is not known."""
+        """Read the parts of an expression of another kind; return its value if that is clear from
+        the text, as of -1, or an unknown one."""
         # what is in it may run or not: `x if a else y`, `a or b`, a comprehension, a lambda
         guard = self._guard
         self._guard = guard or _quoted(node)

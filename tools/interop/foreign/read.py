@@ -44,7 +44,7 @@ class Foreign:
 
 
 def read_foreign(path: Path, given: Collection[str] = ()) -> Foreign:
-    """Read the precision settings of a file.
+    """Return the precision settings of a file.
 
     given: keys that are set elsewhere, whose values the file may leave open. Raises UserError if
     the file cannot be read or understood, or has no such settings.

@@ -78,7 +78,8 @@ def _take(tree: PlainDict, findings: Findings, paths: Iterable[str]) -> None:
 
 
 def _nemo1(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
-    """Read NeMo 1, whose files have a trainer's precision and a model of Megatron's."""
+    """Yield the settings of NeMo 1, whose files have a trainer's precision and a model of
+    Megatron's."""
     model = tree.get("model")
     precision = find(tree, "trainer.precision")
     is_model = isinstance(model, PlainDict) and not NEMO1_MARKS.isdisjoint(model.entries)
@@ -96,7 +97,8 @@ def _nemo1(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
 
 
 def _nxdt(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
-    """Read neuronx-distributed-training, whose keys but for the type count if that is "manual"."""
+    """Yield the settings of neuronx-distributed-training, whose keys but for the type count if that
+    is "manual"."""
     kind = find(tree, "precision.type")
     if kind is None:
         return

@@ -113,7 +113,8 @@ class _Added:
 
 
 def _add_systems(sources: Sources, arguments: Arguments, ranks: int | None) -> Sequence[_Added]:
-    """Add the settings of each system that was read, a system before those that it may name."""
+    """Add the settings of each system that was read, a system before those that it may name; return
+    what was added of each."""
     draft = arguments.draft
     ranks = ranks or sources.ranks
     accelerate = _add_accelerate(sources, draft)
@@ -148,7 +149,8 @@ def _add_megatron(arguments: Arguments, ranks: int | None) -> None:
 
 
 def _add_accelerate(sources: Sources, draft: Draft) -> _Added:
-    """Add configurations of accelerate, which may have or name one of DeepSpeed."""
+    """Add configurations of accelerate, which may have or name one of DeepSpeed; return what was
+    added."""
     unused: dict[str, str] = {}
     num_read = 0
     ranks: int | None = None
@@ -162,7 +164,7 @@ def _add_accelerate(sources: Sources, draft: Draft) -> _Added:
 
 
 def _add_torchtitan(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
-    """Add the settings of torchtitan."""
+    """Add the settings of torchtitan; return what was added."""
     if not sources.torchtitan:
         return _Added({}, 0)
     settings = add_torchtitan(sources.torchtitan, arguments.draft, ranks, arguments.dropped)
@@ -171,7 +173,8 @@ def _add_torchtitan(sources: Sources, arguments: Arguments, ranks: int | None) -
 
 
 def _add_trainer(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
-    """Add the arguments of Hugging Face's Trainer, which may name a configuration of DeepSpeed."""
+    """Add the arguments of Hugging Face's Trainer, which may name a configuration of DeepSpeed;
+    return what was added."""
     if not sources.trainer:
         return _Added({}, 0)
     draft = arguments.draft
@@ -185,7 +188,7 @@ def _add_trainer(sources: Sources, arguments: Arguments, ranks: int | None) -> _
 
 
 def _add_deepspeed(sources: Sources, draft: Draft, ranks: int | None) -> _Added:
-    """Add the configurations of DeepSpeed."""
+    """Add the configurations of DeepSpeed; return what was added."""
     unused: dict[str, str] = {}
     num_read = 0
     for place, content in sources.deepspeed.items():

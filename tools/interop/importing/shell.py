@@ -445,7 +445,8 @@ class _Script:
             self.commands[number] = known + words
 
     def _follow_text(self, text: str, where: Token) -> bool:
-        """Follow a text that a command runs as a script. Raises UserError if it cannot be read."""
+        """Follow a text that a command runs as a script, and return True. Raises UserError if it
+        cannot be read."""
         if self.depth == DEEPEST:
             raise UserError.of("import.program_hidden", place=where.place)
         self.depth += 1

@@ -92,8 +92,8 @@ class Sources:
 
 
 def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Arguments) -> Sources:
-    """Read files by their suffix, others as scripts or logs; the rest is a command line. arguments:
-    those of Megatron-LM are added to them.
+    """Return what files and a command line say. Files are read by their suffix, others as scripts
+    or logs. arguments: those of Megatron-LM are added to them.
 
     Raises UserError for what cannot be read.
     """

@@ -228,11 +228,10 @@ def _different_keys(first_run: RunConfig, second_run: RunConfig) -> Iterator[_Ke
 
 
 def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records:
-    """Compare what both runs have recorded of the steps that both took.
+    """Return what both runs have recorded of the steps that both took, with the first difference.
 
-    Where bits must be equal, that is the digests of both and the metrics: there may be none of some
-    steps, and the earlier difference tells more. by: of which the first difference is; digests if
-    there is none.
+    Where bits must be equal, digests and metrics are both compared, and the earlier difference
+    counts: some steps may have no digests. Without a difference the result is that of the digests.
     """
     # metrics may have steps that were taken without digests
     metrics = _compare_metrics(first_side, second_side, exact)
@@ -252,7 +251,8 @@ def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records
 
 
 def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Records:
-    """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
+    """Return the first step whose outcome, loss, norm or loss scale differs in the runs'
+    metrics."""
     first_metrics = first_side.metrics
     second_metrics = second_side.metrics
     common_steps = sorted(first_metrics.keys() & second_metrics.keys())

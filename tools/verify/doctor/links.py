@@ -113,7 +113,8 @@ def measure(context: RankContext) -> list[Record]:
 
 
 def _measure_pair(context: RankContext, axis: Axis, turn: int) -> Iterator[Record]:
-    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ..."""
+    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ... The
+    first rank of each pair yields its record."""
     first = axis.rank % 2 == turn
     peer_rank = axis.rank + (1 if first else -1)
     if not 0 <= peer_rank < axis.size:  # the end of the axis has no neighbour in this turn
@@ -175,7 +176,8 @@ def _agree_on_bandwidth(pair: Pair, bandwidth: float) -> float:
 
 
 def _measure_collectives(context: RankContext, axis: Axis) -> Record:
-    """Sum and gather on all ranks of the axis, both in flight at once, and time a large sum."""
+    """Return whether sums and gathers over the axis are right if both are in flight at once, and
+    the time of a large sum."""
 
     def sum_and_gather() -> Record:
         """Return whether a sum and a gather that run at once are right, and the time of a sum."""

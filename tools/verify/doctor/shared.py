@@ -36,7 +36,8 @@ def probe(context: RankContext) -> Answer:
 
 
 def _write(context: RankContext, readers: Sequence[int]) -> Answer:
-    """Write, replace and lock the file; after each wait until all readers have looked."""
+    """Write, replace and lock the file; after each wait until all readers have looked. Returns the
+    host that wrote, and where."""
     name = f".megaprec_doctor_shared_{os.getpid()}_{time.time_ns()}"
     shared_folder = context.folder.absolute() / name
     shared_folder.mkdir(parents=True)

@@ -36,7 +36,8 @@ def compare_with_oracle(candidate: Record, oracle: Record, noise: Noise) -> list
 
 
 def _compare_step(comparison: StepComparison) -> Iterator[Difference]:
-    """Compare what a layout and the oracle have of one step, in the order of its computation."""
+    """Yield the differences of a layout from the oracle in one step, in the order of its
+    computation."""
     step = comparison.step
     number = step + 1
     candidate = comparison.candidate

@@ -26,16 +26,15 @@ def rotated(config: ModelConfig, x: Tensor, positions: Tensor, has_window: bool)
     else:
         frequencies = _frequencies(config, half, positions.shape[1])
         factor = _yarn_factor(config)
-    places = positions.double()
-    angles = places[..., None] * frequencies
+    angles = positions.double()[..., None] * frequencies
     angles = angles.unsqueeze(1)  # of all heads
     lengths = torch.full_like(angles, factor)
     turns = torch.polar(lengths, angles)
     first = x[..., :half].double()
     second = x[..., half:dims].double()
     turned = torch.complex(first, second) * turns
-    left = x[..., dims:]
-    return torch.cat((turned.real.to(x), turned.imag.to(x), left), -1)
+    unrotated = x[..., dims:]
+    return torch.cat((turned.real.to(x), turned.imag.to(x), unrotated), -1)
 
 
 def _unscaled(base: float, half: int) -> Tensor:

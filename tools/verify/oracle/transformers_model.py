@@ -54,8 +54,8 @@ class TransformersModel:
 
     @contextmanager
     def computing(self) -> Iterator[Any]:
-        """Give transformers, which computes all in float64 within the context if that is the
-        model's dtype. Raises UserError if it is missing."""
+        """Context manager that gives transformers, which within it computes all in float64 if that
+        is the model's dtype. Raises UserError if it is missing."""
         try:
             with quiet_transformers() as transformers, self._widened(transformers):
                 yield transformers

@@ -370,7 +370,8 @@ def run_digest(config: RunConfig) -> str:
 
 
 def write(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """Write files by name, each completely or not at all. Raises UserError if that fails."""
+    """Write files by name, each completely or not at all; return their paths. Raises UserError if
+    that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file_name, text in texts.items():

@@ -111,8 +111,8 @@ def _failure(quantity: str, tensor_name: str, step_number: int, note: str = "") 
 
 
 def compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference]:
-    """Compare the sets of logical tensors: each is present, complete and of the same shape, and
-    there are no others."""
+    """Yield the differences of the sets of logical tensors: each is present, complete and of the
+    same shape, and there are no others."""
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in dict.fromkeys([*their_weights, *our_weights]):
@@ -144,7 +144,7 @@ def _common_tensors(candidate: Tensors, reference: Tensors) -> list[str]:
 
 
 def compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Difference]:
-    """Compare the weights before the first step, of which no bit may differ."""
+    """Yield the differences of the weights before the first step, of which no bit may differ."""
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in _common_tensors(our_weights, their_weights):
@@ -164,7 +164,8 @@ def compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Di
 
 
 def compare_copies(candidate: Record, prefix: str) -> Iterator[Difference]:
-    """Compare the copies that ranks hold of tensors of the kinds that start with `prefix`."""
+    """Yield a failure for each tensor, of the kinds that start with `prefix`, of which ranks hold
+    copies that differ."""
     for tensor_kind, tensor_name in candidate.copy_conflicts:
         if tensor_kind.startswith(prefix):
             # "before/weight", "gradient/STEP" or "after/STEP/KIND"
@@ -184,7 +185,7 @@ class StepComparison:
     step: int
 
     def number(self, quantity: str, report_key: str) -> Difference:
-        """Compare a number that both runs report."""
+        """Return the difference of a number that both runs report."""
 
         def read(run_record: Record) -> float:
             return run_record.steps[self.step][report_key]
@@ -205,8 +206,8 @@ class StepComparison:
         least_bound: float = 0.0,
         undetermined: Mapping[str, Tensor] | None = None,
     ) -> Iterator[Difference]:
-        """Compare the tensors of a kind, in the order of `names`; `compare_shapes` reports those
-        that one side lacks.
+        """Yield the differences of the tensors of a kind, in the order of `names`; `compare_shapes`
+        reports those that one side lacks.
 
         least_bound: of each of them, whatever the noise is.
         undetermined: how far each element may be from the reference's without an error, by tensor;
@@ -323,7 +324,8 @@ def _select_part(
 
 
 def _compare_step(comparison: StepComparison, norm_order: float) -> Iterator[Difference]:
-    """Compare what a step computes before its update, in the order of the computation."""
+    """Yield the differences of what a step computes before its update, in the order of the
+    computation."""
     number = comparison.step + 1
     candidate = comparison.candidate
     reference = comparison.reference
@@ -353,7 +355,8 @@ def _compare_step(comparison: StepComparison, norm_order: float) -> Iterator[Dif
 def _compare_updates(
     candidate: Record, repeated: Mapping[str, Tensors], noise: Noise, step_index: int
 ) -> Iterator[Difference]:
-    """Compare weights and moments with those that one process computes from the same gradients.
+    """Yield the differences of weights and moments from those that one process computes with the
+    same gradients.
 
     `compare_shapes` reports those that one side lacks.
     """

@@ -348,7 +348,7 @@ class Record:
 
 
 def gather(folder: Path) -> Record:
-    """Read the files that `record` has written to `folder`."""
+    """Return what `record` has written to `folder` on all ranks."""
     paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
     reports: list[RankReport] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     all_values = [load_file(path.with_suffix(".safetensors")) for path in paths]

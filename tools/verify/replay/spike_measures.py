@@ -160,7 +160,8 @@ class Measures:
 
     @contextmanager
     def _kept_state(self) -> Iterator[None]:
-        """Put back what a step that is not applied changes: the loss scale and FP8's scales."""
+        """Context manager that puts back what a step that is not applied changes: the loss scale
+        and FP8's scales."""
         scaler = self._engine.optimizer.scaler
         saved_scaler = scaler.state_dict()
         fp8 = self._engine.fp8

@@ -126,7 +126,7 @@ def steps_to_repeat(run: SavedRun, step: int) -> int:
 
 
 def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination:
-    """Repeat the run up to a spike, and take measures there.
+    """Repeat the run up to a spike, take measures there, and return them as evidence.
 
     most_steps: that are repeated with another learning rate. Raises UserError if the run cannot be
     repeated.
@@ -241,7 +241,8 @@ def _compare_tensors(
 def _catch_up(
     run: SavedRun, trainer: RepeatedTrainer, spike: RecordedSpike, start: Path | None
 ) -> _Ordinary:
-    """Take the steps before a spike, and measure the last of them."""
+    """Take the steps before a spike; return the measures of the last of them, which are
+    ordinary."""
     gradients = GradientNorms(ORDINARY_STEPS)
     magnitudes: deque[Mapping[str, float]] = deque(maxlen=ORDINARY_STEPS)
     departed: list[int] = []

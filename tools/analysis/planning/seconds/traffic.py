@@ -136,12 +136,13 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # in a ring a gradient takes one hop more than its keys, back to their rank
     gradient_hops = parallel.context if config.engine_options.ring else others
     gradients = elements * torch.float32.itemsize * gradient_hops
-    again = _passes_again(config, len(cost.cut.layers))
-    input_gradient = (1 + again) * sent + gradients
+    recomputed_passes = _passes_again(config, len(cost.cut.layers))
+    passes = 1 + recomputed_passes
+    input_gradient = passes * sent + gradients
     exchanged = sum(
         count * _exchanged_bytes(config, kind) for kind, count in model.count_kinds(cost.cut.layers)
     )
-    return bytes_of(op, sent + exchanged, input_gradient + (1 + again) * exchanged)
+    return bytes_of(op, sent + exchanged, input_gradient + passes * exchanged)
 
 
 def _passes_again(config: RunConfig, layers: int) -> float:

@@ -531,10 +531,10 @@ def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
         fp8_local, fp8_sharded = bytes_per_parameter(in_fp8=True)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
-    of_others = local + sharded / sharding_of(config).zero
-    of_experts = local + sharded / replicas_sharing_state(parallel)
+    bytes_of_other = local + sharded / sharding_of(config).zero
+    bytes_of_experts = local + sharded / replicas_sharing_state(parallel)
     expert_ranks = parallel.expert * expert_slices(parallel)
-    return of_others / parallel.tensor, of_experts / expert_ranks
+    return bytes_of_other / parallel.tensor, bytes_of_experts / expert_ranks
 
 
 def _speed_then_size(planned: Planned) -> tuple[float, int]:

@@ -331,8 +331,8 @@ def rope_by_layer(
     """
 
     def read(config: ConfigKeys) -> Fields:
-        """Return the fields of windows and of the rotary positions of layers with and without
-        one."""
+        """Return the fields of windows and of rotary positions. Layers with the window may have a
+        base of their own."""
         fields = windows.read(config)
         if window_base_key:
             window_base = config[window_base_key]
@@ -351,7 +351,7 @@ def rope_by_layer(
         return fields | rotary
 
     def write(model: ModelConfig) -> Json:
-        """Return the keys of windows and of the rotary positions of layers with and without one."""
+        """Return the keys of windows and of rotary positions, by the type of layer."""
         full = _newer_parameters(model)
         windowed = full
         # Of proportional ones the class makes no table for layers with the window.
@@ -582,7 +582,7 @@ def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     if rope_type == "default":
         _require_nothing_else(stated)
         return {}
-    # a name of ours
+    # a name of ours, which says another thing than transformers' files
     if "query_beta" in stated:
         raise UserError.of(
             "convert.rope_key_unread",

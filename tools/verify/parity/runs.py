@@ -11,7 +11,7 @@ replaced by random tokens of the small vocabulary, some of which never occur. So
 out of the loss, so that the replicas' shares differ in tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -457,16 +457,23 @@ def _delta_net(sizes: DeltaNet, tensor: int) -> DeltaNet:
 
 
 def _delta_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers with a gated delta net, spread as in the model, with layers of each kind
-    that it has."""
-    chosen = tuple(
-        layer_number
-        for layer_number in range(num_layers)
-        if layer_number * model_config.layers // num_layers in model_config.delta_layers
-    )
+    """Return the layers with a gated delta net, spread as in the model. If that has layers with and
+    without one, so does the small model."""
+    chosen = _spread(model_config.delta_layers, model_config.layers, num_layers)
     if len(model_config.delta_layers) in (0, model_config.layers):
         return chosen
     return chosen[: num_layers - 1] or (0,)
+
+
+def _spread(layers: Collection[int], model_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Return which of `num_layers` layers stand for some of a model's `model_layers` layers, at the
+    same share of the depth."""
+    chosen = list[int]()
+    for layer_number in range(num_layers):
+        layer_of_model = layer_number * model_layers // num_layers
+        if layer_of_model in layers:
+            chosen.append(layer_number)
+    return tuple(chosen)
 
 
 def _mamba(sizes: Mamba, tensor: int) -> Mamba:
@@ -572,13 +579,9 @@ def _window(window: int, before: int, after: int) -> int:
 
 
 def _nope_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers without rotary positions, spread as in the model, of which a layer has
+    """Return the layers without rotary positions, spread as in the model; one layer at least has
     them."""
-    chosen = tuple(
-        layer_number
-        for layer_number in range(num_layers)
-        if layer_number * model_config.layers // num_layers in model_config.nope_layers
-    )
+    chosen = _spread(model_config.nope_layers, model_config.layers, num_layers)
     return chosen[: num_layers - 1]
 
 
@@ -586,11 +589,7 @@ def window_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]
     """Return the layers with the window, spread as in the model; some have it and some do not."""
     if not model_config.window_layers or len(model_config.window_layers) == model_config.layers:
         return ()
-    chosen = tuple(
-        layer_number
-        for layer_number in range(num_layers)
-        if layer_number * model_config.layers // num_layers in model_config.window_layers
-    )
+    chosen = _spread(model_config.window_layers, model_config.layers, num_layers)
     return chosen[: num_layers - 1] or (num_layers - 1,)
 
 

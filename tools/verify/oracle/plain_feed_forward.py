@@ -139,8 +139,8 @@ def experts(
         y = y * gate.sigmoid()
     for n in range(config.experts):
         weight = weights[..., [n]]
-        made = mlp(config, w, f"{name}.experts.{n}", x)
-        y = y + weight * made
+        expert_output = mlp(config, w, f"{name}.experts.{n}", x)
+        y = y + weight * expert_output
     return y
 
 

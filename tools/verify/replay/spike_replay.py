@@ -154,6 +154,7 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
             left_out = samples.search(spike)
 
         def named(positions: Sequence[int]) -> list[NamedSample]:
+            """Return the first of some samples of the batch, with their documents."""
             return [
                 name_sample(measures, run.corpus, share, first, position, samples.losses[position])
                 for position in positions[:MOST_NAMED]

@@ -224,7 +224,8 @@ def _variance_of_mean(evaluations: Sequence[Evaluation]) -> float:
 
 
 def _standard_error(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> float:
-    """Return the standard error of a ratio of sums over pieces."""
+    """Return the standard error of the mean over all tokens, by how its pieces vary. sums, tokens:
+    of each piece; the mean is the total of the sums divided by that of the tokens."""
     pieces = len(sums)
     if pieces < 2:
         return math.nan

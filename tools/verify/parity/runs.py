@@ -424,18 +424,18 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
 
 
 def _alike_heads(key_heads: int, heads: int, tensor: int) -> tuple[int, int]:
-    """Return a small number of heads of keys, and of those that they serve, which are as many for
-    each as before.
+    """Return small numbers of heads of keys and of queries, with as many queries for each key as
+    before.
 
     tensor: the largest number of ranks over which either divides as before.
     """
-    # heads that share a key: kept, for it is structure
-    group = heads // key_heads
+    # kept, for it is structure
+    queries_per_key = heads // key_heads
     few = alike_size(key_heads, min(2, key_heads), tensor)
     # ends with the model's own number at the latest
-    while not _divide_alike(group * few, heads, tensor):
+    while not _divide_alike(queries_per_key * few, heads, tensor):
         few = alike_size(key_heads, few + 1, tensor)
-    return few, group * few
+    return few, queries_per_key * few
 
 
 def _delta_net(sizes: DeltaNet, tensor: int) -> DeltaNet:

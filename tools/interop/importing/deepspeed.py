@@ -31,7 +31,11 @@ DTYPES |= {name: name for name in DTYPES.values()}
 # the defaults of its optimizers
 RATE = 1e-3  # before June 2025 that of a warm-up even where the optimizer had one
 OPTIONS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-LION_BETAS = [0.9, 0.99]
+# the one option of other rules, and its default
+OWN_OPTION: Mapping[str, tuple[str, Any]] = {
+    "sgd": ("momentum", 0.0),
+    "lion": ("betas", [0.9, 0.99]),
+}
 CLIP = 1.0  # the default of gradient_clipping
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 TYPES: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
@@ -418,16 +422,11 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
         for option, default in OPTIONS.items():
             value = config.get(f"{prefix}.{option}", default)
             config.put(f"optimizer.{option}", value, f"{prefix}.{option}")
-    elif rule == "sgd":
+    elif rule in OWN_OPTION:
+        option, default = OWN_OPTION[rule]
         config.put("optimizer.name", rule, name)
-        momentum = config.get(f"{prefix}.momentum", 0.0)
-        config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
-        decay = config.get(f"{prefix}.weight_decay", 0.0)
-        config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
-    elif rule == "lion":
-        config.put("optimizer.name", rule, name)
-        betas = config.get(f"{prefix}.betas", LION_BETAS)
-        config.put("optimizer.options", {"betas": betas}, f"{prefix}.betas")
+        value = config.get(f"{prefix}.{option}", default)
+        config.put("optimizer.options", {option: value}, f"{prefix}.{option}")
         decay = config.get(f"{prefix}.weight_decay", 0.0)
         config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
     elif draft.needs("optimizer.name"):

@@ -243,6 +243,7 @@ def _add_feed_forward(made: Renamed) -> None:
     kind = made.choice("activation", "gelu", {"gelu": "gelu", "swiglu": "swiglu"})
     if kind == "swiglu":
         made.give("swiglu", True)
+        # gate and up together have two thirds of the width
         width = int(width * 2 / 3) // 2
         made.keys["model.mlp"] = "swiglu"
     else:

@@ -75,7 +75,8 @@ def open_intact(
     weights_only: bool = False,
     model: ModelConfig | None = None,
 ) -> Source:
-    """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
+    """Open a model as `open_source` does. Raises UserError also if a file of a megaprec checkpoint
+    is damaged."""
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
         require_intact(store, store.digests)
@@ -141,7 +142,7 @@ def format_of(path: Path) -> tuple[str, Path]:
         )
     require_fetched(path)
     folders = _recognize(path)
-    # NeMo 1 calls its folders as these systems do.
+    # Also if nothing was recognized. NeMo 1 names its folders as these systems do.
     if folders.keys() <= {"megatron", "dcp"}:
         refuse_older(path, holds_others=bool(folders))
     if "megaprec" not in folders:
@@ -185,7 +186,9 @@ def _hint_inside(path: Path) -> str:
     """Return what to say of a folder's folders that have a known format; "" if none has."""
     names: list[str] = []
     for folder in sorted(path.iterdir())[:MOST_INSIDE]:
-        if folder.is_dir() and any(_has_format(folder, each) for each in FORMATS.values()):
+        if not folder.is_dir():
+            continue
+        if any(_has_format(folder, known_format) for known_format in FORMATS.values()):
             names.append(folder.name)
     if not names:
         return ""

@@ -190,26 +190,26 @@ def _texts(tokenizer: Tokenizer) -> dict[int, str]:
 
 def _all_ids(table: Mapping[str, Any]) -> set[int]:
     """Return all ids of tokens that a table has."""
-    found = set[int]()
+    token_ids = set[int]()
     for key, value in table.items():
         if key.endswith(_OF_TOKENS):
-            found |= _ids(value)
-    return found
+            token_ids |= _ids(value)
+    return token_ids
 
 
 def _ids(value: Any) -> set[int]:
     """Return the ids of a value that is one, a list of them, or none."""
     values = value if isinstance(value, list) else [value]
-    return {each for each in values if type(each) is int}
+    return {token_id for token_id in values if type(token_id) is int}
 
 
 def _moved(value: Any, moved: Mapping[int, int | None]) -> Any:
     """Return an id or a list of ids after a change of the tokenizer; None if no token is left."""
     if not isinstance(value, list):
         return moved.get(value, value)
-    new_ids = [moved.get(each, each) for each in value]
-    left = [each for each in new_ids if each is not None]
-    return left or None
+    new_ids = [moved.get(token_id, token_id) for token_id in value]
+    kept_ids = [token_id for token_id in new_ids if token_id is not None]
+    return kept_ids or None
 
 
 def _in_words(value: Any) -> str:

@@ -58,7 +58,8 @@ def merge(sources: Sequence[Source], weights: Sequence[float], dtype: torch.dtyp
         else:
             origins.append(_mean(keys, sources, weights, dtypes))
     facts = _facts(sources, weights, corrections)
-    tokenizer = next((each.tokenizer for each in sources if main_file(each.tokenizer)), ())
+    tokenizers = [source.tokenizer for source in sources if main_file(source.tokenizer)]
+    tokenizer = tokenizers[0] if tokenizers else ()
     return Source(first.path, first.kind, first.model, origins, facts, tokenizer)
 
 
@@ -191,7 +192,7 @@ def _mean_of_rows(
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
         rows = _require_finite(source.rows(key, top, bottom), key, source)
         product = rows.double().mul_(weight)
-        total = total.add_(product) if number else product
+        total = product if number == 0 else total.add_(product)
     return from_double(total, dtype)
 
 

@@ -201,6 +201,7 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
         size += prod(source.shapes[tensor_key]) * stored_dtype.itemsize
 
     def reserve(folder: Path, write: bool) -> list[Write]:
+        """Create the files, if `write`; return a write for each tensor."""
         writes = []
         for safetensors_file, keys in _keys_by_file(dtypes).items():
             tensors = {}
@@ -254,6 +255,8 @@ def _name_in_file(tensor_key: str) -> str:
 
 
 def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
+    """Write checkpoint.json, sealed, of a folder that has all other files. dtypes: of the tensors,
+    by key."""
     facts = source.facts
     progress = facts.progress or asdict(TrainState(facts.steps, facts.steps))
     tokenizer = main_file(source.tokenizer)
@@ -311,7 +314,13 @@ def _record_of_origin(source: Source) -> dict[str, Any]:
             record["ema"] = True
         return {"converted_from": record}
     inputs = []
-    for each in source.facts.merged:
-        # The whole path: checkpoints of two runs have the same names.
-        inputs.append({"format": each.kind, "folder": str(each.path), "weight": each.weight})
+    for merged_input in source.facts.merged:
+        inputs.append(
+            {
+                "format": merged_input.kind,
+                # The whole path: checkpoints of two runs have the same names.
+                "folder": str(merged_input.path),
+                "weight": merged_input.weight,
+            }
+        )
     return {"merged_from": inputs}

@@ -252,10 +252,10 @@ def _dense_layers(config: Json, model: ModelConfig) -> dict[str, Any]:
     defaults = FAMILIES[config["model_type"]].defaults
     sizes: dict[str, Any] = {}
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
-    small_is_dense = spread(is_dense, min(model.layers, LAYERS))
-    dense_layers = [layer for layer, dense in enumerate(small_is_dense) if dense]
+    is_dense_in_probe = spread(is_dense, min(model.layers, LAYERS))
+    dense_layers = [layer for layer, dense in enumerate(is_dense_in_probe) if dense]
     if "mlp_layer_types" in defaults:
-        sizes["mlp_layer_types"] = ["dense" if dense else "sparse" for dense in small_is_dense]
+        sizes["mlp_layer_types"] = ["dense" if dense else "sparse" for dense in is_dense_in_probe]
         if config.get("first_k_dense_replace") is not None:
             sizes["first_k_dense_replace"] = len(dense_layers)
     elif "first_k_dense_replace" in defaults:
@@ -413,6 +413,7 @@ def parameters(config: str) -> int:
 
 
 def _no_model(error: Exception) -> UserError:
+    """Return the error for a folder that transformers cannot load."""
     reason = " ".join(str(error).split())[:MOST_REASON]
     return UserError.of(
         "convert.probe_no_model",
@@ -490,8 +491,9 @@ def _draw_weights(model: Any) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         is_embedding = any(module in name for module in EMBEDDINGS)
+        is_norm = "norm" in name or "ln_" in name
         scale = EMBEDDING_SCALE if is_embedding else WEIGHT_SCALE
-        mean = float("norm" in name or "ln_" in name)
+        mean = 1.0 if is_norm else 0.0
         parameter.copy_(scale * noise + mean)
     for name, buffer in model.named_buffers():
         if name.endswith(CORRECTION):
@@ -503,8 +505,8 @@ def _draw_weights(model: Any) -> None:
 
 @contextmanager
 def float32_is_float64(transformers: Any, model_type: str) -> Iterator[None]:
-    """Within the context torch.float32 is float64, for transformers computes norms, angles and
-    softmax in torch.float32.
+    """Context manager in which torch.float32 is float64, for transformers computes norms, angles
+    and softmax in torch.float32.
 
     model_type: of the model that is to be computed.
     """
@@ -512,12 +514,13 @@ def float32_is_float64(transformers: Any, model_type: str) -> Iterator[None]:
     with suppress(Exception):  # a type that it does not know is told where the model is made
         settings = transformers.AutoConfig.for_model(model_type)
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    before = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
+    names_before = torch.float32, torch.float, torch.Tensor.float
+    default_before = torch.get_default_dtype()
     torch.float32 = torch.float = torch.float64  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.float = torch.Tensor.double  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.float32, torch.float, torch.Tensor.float = before[:3]  # pyright: ignore[reportAttributeAccessIssue]
-        torch.set_default_dtype(before[3])
+        torch.float32, torch.float, torch.Tensor.float = names_before  # pyright: ignore[reportAttributeAccessIssue]
+        torch.set_default_dtype(default_before)

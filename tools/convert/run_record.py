@@ -40,20 +40,21 @@ def _run_folder(checkpoint: Path, keys: Mapping[str, str]) -> Path:
 
 
 def _trained_texts(identity: dict[str, Any]) -> tuple[TrainedText, ...]:
-    """Return the texts of the identity of a run's data."""
+    """Return the texts that a checkpoint's record of its data names; damaged entries are left
+    out."""
     texts: list[TrainedText] = []
-    for each in masked_inside(identity.get("sets", [])):
+    for data_set in masked_inside(identity.get("sets", [])):
         try:
             later_weights = [
                 (int(changed["samples"]), float(changed["weight"]))
-                for changed in each.get("later_weights", [])
+                for changed in data_set.get("later_weights", [])
             ]
             text = TrainedText(
-                source=str(each["source"]),
-                weight=float(each["weight"]),
+                source=str(data_set["source"]),
+                weight=float(data_set["weight"]),
                 later_weights=tuple(later_weights),
-                tokens=int(each["tokens"]),
-                documents=int(each["documents"]),
+                tokens=int(data_set["tokens"]),
+                documents=int(data_set["documents"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
@@ -62,6 +63,7 @@ def _trained_texts(identity: dict[str, Any]) -> tuple[TrainedText, ...]:
 
 
 def _evaluated(table: dict[str, Any]) -> dict[str, EvaluatedLoss]:
+    """Return the losses of an evaluation by name, those that can be read."""
     losses: dict[str, EvaluatedLoss] = {}
     for field, numbers in table.items():
         try:

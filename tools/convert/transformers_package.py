@@ -29,8 +29,8 @@ def why_missing(problem: ImportError) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """Give the package, which is silent within the context. Raises ImportError if it cannot be
-    imported."""
+    """Context manager that gives the package, which is silent within it. Raises ImportError if it
+    cannot be imported."""
     # It warns of what a line of ours tells, in words that only its authors know.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

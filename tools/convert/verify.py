@@ -132,6 +132,7 @@ def _is_run_by_transformers(path: Path) -> bool:
 
 
 def _forward_of_transformers(folder: Path, dtype: torch.dtype) -> Forward:
+    """Return the model of a folder as transformers computes it. Raises UserError."""
     try:
         with quiet_transformers() as transformers:
             return _load_with_transformers(transformers, folder, dtype)

@@ -67,7 +67,7 @@ def _shift(axis: Axis, tensor: Tensor) -> None:
 def _fastest_of_slowest(axis: Axis, call: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of the fastest round, each of which ends with its slowest rank."""
     best = float("inf")
-    for number in range(ROUNDS):
+    for round_number in range(ROUNDS):
         axis.barrier()
         start = time.perf_counter()
         call()
@@ -75,7 +75,7 @@ def _fastest_of_slowest(axis: Axis, call: Callable[[], None], device: torch.devi
         own_seconds = time.perf_counter() - start
         of_ranks = torch.tensor([own_seconds], dtype=torch.float64).to(device)
         slowest = float(axis.max_(of_ranks))
-        # the first sets up connections
-        if number:
+        # the first round sets up connections, and is not counted
+        if round_number > 0:
             best = min(best, slowest)
     return best

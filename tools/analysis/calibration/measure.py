@@ -86,8 +86,11 @@ def fastest(step: Callable[[], object], device: torch.device) -> float:
 
 
 def process_bytes(device: Device, dtype: torch.dtype) -> int:
-    """Return the memory of this process after its first passes, of a layer that takes next to none:
-    torch loads and allocates what it needs for them then."""
+    """Return the bytes of memory of this process after its first forward and backward pass.
+
+    The layer takes next to none itself: what counts is what torch loads and allocates at the first
+    pass.
+    """
     where = torch.device(device)
     narrow, *_ = CPU_LAYERS
     stage, x = _stage(where, dtype_name(dtype), *narrow)
@@ -224,11 +227,11 @@ def loss(device: Device, dtype: torch.dtype, threads: int) -> Iterator[LossRow]:
 
         def losses(logits: Tensor = logits, targets: Tensor = targets, head: Part = head) -> Tensor:
             # the backward pass writes the gradient over them
-            own = logits.clone().requires_grad_()
-            found, _ = cross_entropy_and_log_sum(
-                own, targets, head, tp, torch.float32, consume=True
+            own_logits = logits.clone().requires_grad_()
+            token_losses, _ = cross_entropy_and_log_sum(
+                own_logits, targets, head, tp, torch.float32, consume=True
             )
-            return found
+            return token_losses
 
         forward, backward = _passes(losses, where)
         yield LossRow(
@@ -277,8 +280,8 @@ def all_rows(
             ("loss", loss),
         ):
             tell(f"{kind} in {dtype_name(dtype)}, threads {threads}")
-            found = [dict(row) for row in measured(device, dtype, threads)]
-            rows.setdefault(kind, []).extend(found)
+            rows_of_kind = [dict(row) for row in measured(device, dtype, threads)]
+            rows.setdefault(kind, []).extend(rows_of_kind)
     tell("memory")
     rows["memory"] = [dict(row) for row in memory(device, threads)]
     return rows

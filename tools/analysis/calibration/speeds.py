@@ -74,10 +74,8 @@ def calibrated(config: RunConfig, calibration: Calibration, known: Assumptions) 
 
 
 class _Machine:
-    """The measurements in the run's dtype with as many threads as its ranks have.
-
-    threads: those that were measured, the nearest to those of a rank.
-    """
+    """The measurements in the run's dtype with as many threads as a rank of the run has; if none
+    has so many, those of the nearest number."""
 
     def __init__(self, config: RunConfig, calibration: Calibration, dtype: str) -> None:
         self.config = config
@@ -110,21 +108,24 @@ class _Machine:
         return replace(known, efficiency=speed / peak)
 
     def with_attention(self, known: Assumptions) -> Assumptions:
-        """Return the assumptions with the speed of attention by that of products."""
+        """Return the assumptions with the speed of attention divided by that of products."""
         tokens = self.config.train.seq_length / self.config.parallel.context
         speed = _speed_of_attention(self.attention, tokens)
         speed_of_products = known.tflops * 1e12 * known.efficiency
         return replace(known, attention=speed / speed_of_products)
 
     def with_layers(self, known: Assumptions) -> Assumptions:
-        """Return the assumptions with the fixed time of a layer, on a GPU that of its launches,
-        which is that of the narrowest, and the bandwidth at which the widest moves what is between
-        its products."""
+        """Return the assumptions with the times of a layer beside its products and attention.
+
+        These are a fixed time, which on a GPU is that of launching its kernels, and the bandwidth
+        of memory at which operators between products work. The narrowest measured layer has the
+        fixed time and next to nothing else; the wider ones tell the bandwidth.
+        """
         by_width = sorted(self.layers, key=lambda row: row.hidden)
-        narrow = by_width[0]
-        fixed = narrow.seconds / FIXED_PASSES
-        # The narrowest layer is as long as its launches, and is not compiled. A GPU computes beside
-        # them, a CPU does not.
+        narrowest = by_width[0]
+        fixed = narrowest.seconds / FIXED_PASSES
+        # The measured layers are not compiled. A GPU computes while further kernels are launched, a
+        # CPU does not.
         if known.device == "cpu":
             with_fixed = replace(known, layer=fixed, launch=0.0, bandwidth=inf)
         else:
@@ -147,11 +148,11 @@ class _Machine:
         if self.attention:
             attention_speed = _speed_of_attention(self.attention, row.tokens)
             of_shape = replace(of_shape, attention=attention_speed / speed)
-        known = sum_of_products(config, cost, of_shape)
-        known += sum(attention_seconds(config, cost, of_shape))
-        known += FIXED_PASSES * assumed.layer
+        known_seconds = sum_of_products(config, cost, of_shape)
+        known_seconds += sum(attention_seconds(config, cost, of_shape))
+        known_seconds += FIXED_PASSES * assumed.layer
         # products by themselves may take as long as the whole layer: something is always left
-        remaining = max(row.seconds - known, LEAST_SHARE * row.seconds)
+        remaining = max(row.seconds - known_seconds, LEAST_SHARE * row.seconds)
         at_one_gigabyte = replace(of_shape, bandwidth=1.0)
         # at 1 GB/s the seconds are the gigabytes
         gigabytes = sum(elementwise_seconds(config, cost, at_one_gigabyte))
@@ -192,8 +193,8 @@ def _products_of(config: RunConfig) -> Iterator[tuple[float, float, float, int]]
             shapes += _mixer_products(kind, tokens, tensor)
         if kind.has_feed_forward:
             shapes += _feed_forward_products(kind, tokens, tensor)
-        for rows, inputs, outputs, count in shapes:
-            yield rows, inputs, outputs, layers * count
+        for rows, inputs, outputs, count_of_layer in shapes:
+            yield rows, inputs, outputs, layers * count_of_layer
     # the head
     yield tokens, model.hidden, model.vocab / tensor, 1
 
@@ -201,14 +202,18 @@ def _products_of(config: RunConfig) -> Iterator[tuple[float, float, float, int]]
 def _mixer_products(
     kind: ModelConfig, tokens: float, tensor: int
 ) -> Iterator[tuple[float, float, float, int]]:
-    """Yield the products of a layer's attention, or of what is in its place, into it and out of
-    it."""
+    """Yield the products of a layer's attention, or of the recurrence in its place: those that make
+    its inputs, and the one of its output.
+
+    Each is given as tokens, inputs, outputs, and how many there are.
+    """
     if recurrence := kind.delta_net or kind.mamba:
         width = recurrence.projected_width
     else:
         kv_matrices = 1 if kind.global_key_as_value else 2
         width = (kind.heads + kv_matrices * kind.kv_heads) * kind.head_dim
     yield tokens, kind.hidden, width / tensor, 1
+    # Kimi Delta Attention makes its gate and its decay from `rank` features
     if rank := kind.delta_net.gate_rank:
         yield tokens, rank, kind.delta_net.value_width / tensor, 1
         yield tokens, rank, kind.delta_net.decay_width / tensor, 1
@@ -218,15 +223,17 @@ def _mixer_products(
 def _feed_forward_products(
     kind: ModelConfig, tokens: float, tensor: int
 ) -> Iterator[tuple[float, float, float, int]]:
-    """Yield the products of a layer's feed-forward, or of its experts, up and down."""
+    """Yield the products of a layer's feed-forward, or of its experts, up and down: each as tokens,
+    inputs, outputs, and how many there are."""
     matrices = 2 if kind.gated else 1
     if not kind.experts:
         yield tokens, kind.hidden, matrices * kind.ffn / tensor, 1
         yield tokens, kind.ffn / tensor, kind.hidden, 1
         return
-    rows = max(1.0, tokens * kind.experts_per_token / kind.experts)
-    yield rows, kind.hidden, matrices * kind.ffn / tensor, kind.experts
-    yield rows, kind.ffn / tensor, kind.hidden, kind.experts
+    # if all experts get as many tokens
+    expert_tokens = max(1.0, tokens * kind.experts_per_token / kind.experts)
+    yield expert_tokens, kind.hidden, matrices * kind.ffn / tensor, kind.experts
+    yield expert_tokens, kind.ffn / tensor, kind.hidden, kind.experts
     if kind.shared_experts:
         yield tokens, kind.hidden, matrices * kind.shared_experts / tensor, 1
         yield tokens, kind.shared_experts / tensor, kind.hidden, 1
@@ -235,8 +242,8 @@ def _feed_forward_products(
 def speed_between(
     rows: Sequence[ProductRow], tokens: float, inputs: float, outputs: float
 ) -> float:
-    """Return the FLOP/s of products of a shape: of those measured that are nearest to it, the mean
-    of the logarithms, each by the inverse square of its distance."""
+    """Return the FLOP/s of products of a shape: the geometric mean of the measured speeds of the
+    `NEAREST` shapes, each weighted by the inverse square of its distance."""
 
     def distance(row: ProductRow) -> float:
         """Return how far a shape is, in powers of two."""

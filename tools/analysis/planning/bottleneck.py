@@ -79,9 +79,10 @@ def _joined(alternatives: Sequence[str]) -> str:
 class _Way:
     """A change of a run that makes a kind of time less.
 
-    text: of a sentence.
-    change: other values of dotted keys of one table.
-    is_new: whether the run has not got it already.
+    kind: of time, a key of NAMES.
+    text: the change in words, as a part of a sentence.
+    change: the new values of dotted keys.
+    is_new: False if the run has the change already, or it would not make this time less.
     """
 
     kind: str
@@ -118,8 +119,9 @@ def _ways_within_passes(
     tensor = config.parallel.tensor
     repeats_layers = any(map(config.recompute.count_whole_layers, _layers_of_stages(config)))
     repeats_attention = repeats_layers or "attention" in config.recompute.modules
-    keeps_all = {f"parallel.{key}": value for key, value in RECOMPUTE[0].items()}
-    less_again = "less recomputation (parallel.recompute)"
+    no_recompute, *_ = RECOMPUTE
+    keeps_all = {f"parallel.{key}": value for key, value in no_recompute.items()}
+    less_recompute = "less recomputation (parallel.recompute)"
 
     can_take_fp8 = assumed.fp8_tflops > 0 and not config.plan.fp8
     half_length = train.seq_length // 2
@@ -137,12 +139,12 @@ def _ways_within_passes(
     halved_tensor = {"parallel.tensor": tensor // 2}
     busiest = _busiest_axis(config, predicted, assumed)
     return [
-        _Way("compute", less_again, keeps_all, repeats_layers),
+        _Way("compute", less_recompute, keeps_all, repeats_layers),
         _Way("compute", "FP8 (fp8.kind)", {"fp8.kind": "current"}, can_take_fp8),
-        _Way("attention", less_again, keeps_all, repeats_attention),
+        _Way("attention", less_recompute, keeps_all, repeats_attention),
         _Way("attention", shorter, {"train.seq_length": half_length}),
         _Way("attention", window, {"model.window": half_length}, not config.model.window),
-        _Way("elementwise", less_again, keeps_all, repeats_layers),
+        _Way("elementwise", less_recompute, keeps_all, repeats_layers),
         _Way("elementwise", block, compiled, not is_compiled),
         _Way("elementwise", sequence, {"parallel.sequence": True}, can_cut_sequences),
         _Way("fixed", block, compiled, not is_compiled),

@@ -38,7 +38,7 @@ class Communicator:
     size: its ranks.
     has_ring: sums, gathers or scatters run in it.
     sources, destinations: ranks from which this one receives messages, and to which it sends some.
-    far: so many of them are on other hosts, in each direction.
+    far: how many of the sources, and how many of the destinations, are on other hosts.
     """
 
     size: int
@@ -54,15 +54,19 @@ class Communicator:
         near_sources = max(0, self.sources - self.far)
         near_destinations = max(0, self.destinations - self.far)
         peers = PEER_CHANNELS * (RECEIVING * near_sources + SENDING * near_destinations)
+        # messages that leave the host have a pool for each direction
         pools = 0
-        if self.far:
-            pools = POOL * ((self.sources > 0) + (self.destinations > 0))
+        if self.far and self.sources:
+            pools += POOL
+        if self.far and self.destinations:
+            pools += POOL
         return ring + peers + pools
 
 
 def communicator_bytes(config: RunConfig, rank_of_stage: Sequence[int], rank: int) -> int:
     """Return the bytes of all communicators of a pipeline rank."""
-    return sum(one.nbytes for one in communicators_of(config, rank_of_stage, rank))
+    communicators = communicators_of(config, rank_of_stage, rank)
+    return sum(communicator.nbytes for communicator in communicators)
 
 
 def communicators_of(
@@ -91,10 +95,13 @@ def _of_axes(config: RunConfig) -> Iterator[Communicator]:
         context = replace(context, has_ring=True)
     axes += [context, tensor]
     whole = Communicator(config.world_size, has_ring=True)
+    pipeline, *_ = axes
+    # Muon exchanges matrices over all ranks of a stage. If these lie along one axis, that axis has
+    # their group; otherwise `_of_stage` has it.
+    is_stage_one_axis = _axes_of_stage(config) == 1
     for axis in axes:
         used = axis
-        # Muon exchanges matrices over all ranks of a stage: here these are one axis
-        if _exchanges_matrices(config) and axis is not axes[0] and _axes_of_stage(config) == 1:
+        if _exchanges_matrices(config) and axis is not pipeline and is_stage_one_axis:
             used = _all_to_all(axis, inner=1)
         if axis.size < config.world_size:
             yield used

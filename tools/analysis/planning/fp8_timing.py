@@ -65,8 +65,10 @@ def both_with_amax(
     scale: Tensor | None,
     leaves: CallLeaf = uncompiled,
 ) -> tuple[tuple[Codes, Codes], list[Tensor]]:
-    """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is
-    recorded as well."""
+    """Do all that FP8 does to a tensor before its products.
+
+    Return its codes by rows and by columns, and under delayed scaling its amax, else an empty list.
+    """
     amaxes: list[Tensor] = []
     note_amax = amaxes.append if recipe.scales.keeps_history else None
     casts = quantize_both(x, recipe, role, scale, leaves=leaves, note_amax=note_amax)
@@ -78,7 +80,8 @@ def form_to_compile(
     *arguments: Any,
     otherwise: Callable[..., Any] | None = None,
 ) -> Any:
-    """Call a leaf in the form that is compiled, as part of what torch.compile compiles."""
+    """Return what a leaf returns, called itself within a function that torch.compile compiles as a
+    whole. `otherwise`, the form for runs that do not compile, is not used."""
     return leaf(*arguments)
 
 
@@ -89,7 +92,8 @@ def linear_times(
     device: torch.device,
     compiled: bool = False,
 ) -> Times:
-    """Time one layer. compiled: fuse the casts by torch.compile."""
+    """Return the times of one linear layer's products and casts. compiled: fuse the casts by
+    torch.compile."""
 
     def random(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device)

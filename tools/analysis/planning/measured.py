@@ -49,5 +49,6 @@ def read_measured(folder: Path) -> MeasuredRun:
 
 
 def factor_of(run: MeasuredRun, predict: Callable[[RunConfig], float]) -> float:
-    """Return the measured seconds of a step by those predicted. predict: returns the latter."""
+    """Return the measured seconds of a step divided by those predicted. predict: returns the
+    latter."""
     return run.seconds / predict(run.config)

@@ -138,7 +138,7 @@ class MemoryModel:
         return virtual_ranks * of_layer
 
     def _with_fewest_experts(self, config: RunConfig) -> StageMemory:
-        """Return what counts the bytes of stages whose experts are spread over as many ranks as can
+        """Return the `StageMemory` of the layout with its experts spread over as many ranks as can
         be.
 
         Spread experts get as many rows however many of them are on a rank, so layers keep as much;
@@ -158,14 +158,14 @@ class MemoryModel:
         if not layers or last < FEW_LAYERS:
             return 0
         of_fewer, of_layer = _bytes_of_layer(config, self._stage_memory(config))
-        # All are there when a backward pass begins, which takes some more.
-        beside = 0
-        if config.model.layers >= FEW_LAYERS * stage_count(
-            config.parallel, config.num_microbatches
-        ):
-            beside = of_fewer.backward
+        # All are there when a backward pass begins, which takes some more: at least as much as that
+        # of FEW_LAYERS layers, if each stage has so many.
+        of_backward = 0
+        num_stages = stage_count(config.parallel, config.num_microbatches)
+        if config.model.layers >= FEW_LAYERS * num_stages:
+            of_backward = of_fewer.backward
         _, virtual_ranks = in_virtual_ranks(config)
-        return virtual_ranks * (layers * of_layer + beside)
+        return virtual_ranks * (layers * of_layer + of_backward)
 
     def _stage_memory(self, config: RunConfig) -> StageMemory:
         """Return what counts the bytes of stages, the same for layouts whose stages are alike."""
@@ -302,8 +302,8 @@ def _bytes_of_layer(
 
 
 def least_layers_in_flight(config: RunConfig) -> int:
-    """Return of how many layers, such as the model's last one, the second of the pipeline ranks
-    keeps activations, at least; a layer counts for each micro-batch.
+    """Return for how many layers the second pipeline rank keeps activations at once, at least. A
+    layer counts once for each of its micro-batches; all are of the kind of the model's last layer.
 
     The first rank may have layers of another kind. A stage in the middle has no fewer layers than
     the mean one, rounded down. 0 if it is not known: for schedules other than 1F1B and interleaved
@@ -313,13 +313,15 @@ def least_layers_in_flight(config: RunConfig) -> int:
     model = config.model
     if parallel.schedule_file or not KINDS[parallel.schedule].is_1f1b:
         return 0
+    # all layers of a stage are recomputed, or none
     recompute = config.recompute
-    is_even = not recompute.layers and recompute.fraction in (0.0, 1.0)
+    recomputes_alike = not recompute.layers and recompute.fraction in (0.0, 1.0)
     last_is_dense = model.layers - 1 in model.dense_layers
     recurs = model.delta_layers or model.hybrid_pattern
-    kinds = model.window_layers or recurs or last_is_dense
-    if parallel.cuts or kinds or not is_even:
+    has_several_kinds = model.window_layers or recurs or last_is_dense
+    if parallel.cuts or has_several_kinds or not recomputes_alike:
         return 0
+    # dense layers keep less than layers with experts: they are not counted
     if parallel.pipeline == 1:
         return model.layers - len(model.dense_layers)
     chunks = parallel.chunks or KINDS[parallel.schedule].chunks
@@ -331,9 +333,9 @@ def least_layers_in_flight(config: RunConfig) -> int:
 def stages_in_flight(
     kind: str, pipeline: int, microbatches: int, chunks: int
 ) -> tuple[Mapping[int, int], ...]:
-    """Return, by pipeline rank, of how many micro-batches each of its stages keeps activations when
-    it keeps most. Backward passes are whole."""
-    most: list[Mapping[int, int]] = []
+    """Return, for each pipeline rank, the moment at which it keeps most activations: the number of
+    micro-batches by stage. Backward passes are whole."""
+    fullest_of_ranks: list[Mapping[int, int]] = []
     for program in equal_schedule(kind, pipeline, microbatches, chunks).programs:
         kept = Counter[int]()
         total = 0
@@ -346,8 +348,8 @@ def stages_in_flight(
             if total > fullest_total:
                 fullest = kept.copy()
                 fullest_total = total
-        most.append(fullest)
-    return tuple(most)
+        fullest_of_ranks.append(fullest)
+    return tuple(fullest_of_ranks)
 
 
 _CHANGES = {Op.FORWARD: 1, Op.BACKWARD: -1}
@@ -391,7 +393,7 @@ def least_activation_bytes(config: RunConfig) -> int:
 @lru_cache(maxsize=1024)
 def _first_equal(stage_memory: StageMemory) -> StageMemory:
     """Return the first `StageMemory` that was equal to this one, which knows the stages that were
-    run before."""
+    run before. The cache finds it: equal arguments give the object that was returned first."""
     return stage_memory
 
 
@@ -403,7 +405,7 @@ def _times(count: int, kept: ActivationBytes) -> ActivationBytes:
 
 def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     """Return the layout whose ranks hold what the virtual ranks of canonical numerics do, and how
-    many a rank holds.
+    many virtual ranks a rank holds; without canonical numerics the run itself, and 1.
 
     They run one at a time, but each is stopped where it needs the others, so their activations are
     there together.

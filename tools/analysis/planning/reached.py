@@ -13,9 +13,10 @@ from tools.analysis.planning.seconds.assumptions import Assumptions
 # of the peak of matrix products, by architecture: larger ones are limited by power and memory
 PRODUCTS = {"Ampere": 0.77, "Hopper": 0.66, "Blackwell": 0.65}
 OTHER = 0.5
-# the speed of attention's own products by that of others, of the causal half of scores
+# the speed of attention's own products divided by that of others, of the causal half of scores
 ATTENTION = 0.46
-# products of experts by others, and the rows of an expert with which they reach half of that
+# the speed of experts' products divided by that of others, and the rows of an expert with which
+# they reach half of that
 EXPERTS = 0.77
 EXPERT_ROWS = 15.0
 # of FP8's peak, by the fraction that other products reach of theirs
@@ -30,8 +31,8 @@ LAYER = 0.06e-3
 # seconds of a layer's forward pass, at least, if its kernels are launched one by one: those of
 # nanotron's runs of 2024 that took as long with half the tokens
 LAUNCH = 2e-3
-# the time of a head by that of one whose vocabulary is a multiple of 8 or more on each rank:
-# threefold, as Netflix has measured it ("Scaling LLM post-training at Netflix", 2026)
+# the time of a head divided by that of one whose vocabulary is a multiple of 8 or more on each
+# rank: threefold, as Netflix has measured it ("Scaling LLM post-training at Netflix", 2026)
 MISALIGNED = 3.0
 # of the bandwidth of links and network cards, by collectives
 LINKS = 0.64

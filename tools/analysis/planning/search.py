@@ -325,10 +325,10 @@ def _improve(found: _Found, assumed: Assumptions, require_no_stop: Callable[[], 
     expanded = set[str]()
     while True:
         fastest = found.fitting[:MOST_EXPANDED]
-        fresh = [one for one in fastest if _identity(one.config) not in expanded]
-        if not fresh:
+        not_expanded = [planned for planned in fastest if _identity(planned.config) not in expanded]
+        if not not_expanded:
             return
-        for planned in fresh:
+        for planned in not_expanded:
             expanded.add(_identity(planned.config))
             for neighbor in neighbors(planned.config):
                 require_no_stop()
@@ -362,7 +362,9 @@ def _shard_until_it_fits(found: _Found, config: RunConfig, assumed: Assumptions)
     """Look at a run that does not fit with each higher stage of ZeRO, until one fits; a run without
     ZeRO stays so."""
     stage = config.parallel.zero_stage
-    for higher in range(stage + 1, 4) if stage else ():
+    if not stage:
+        return
+    for higher in range(stage + 1, 4):
         try:
             sharded = config.with_value("parallel.zero", higher, ORIGIN)
         except ValueError:
@@ -377,7 +379,7 @@ def _other_zero(config: RunConfig) -> Iterator[dict[str, object]]:
     parallel = config.parallel
     if not parallel.zero_stage:
         return
-    for stage in (True, 2, 3):
+    for stage in (True, 2, 3):  # as parallel.zero writes them: true is stage 1
         if stage != parallel.zero_stage:
             yield {"parallel.zero": stage, "parallel.zero_keep": 0}
     if not parallel.shards_weights:
@@ -506,8 +508,11 @@ def least_bytes_of_fullest(config: RunConfig, passes: PlannedPasses, memory: Mem
 
 
 def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
-    """Return the bytes of weights, gradients and optimizer state that a rank of a stage holds for
-    each of its elements: of experts, and of others before."""
+    """Return the bytes of weights, gradients and optimizer state that one rank holds for each
+    parameter of its pipeline stage: for one that is not of an expert, and for one that is.
+
+    Parameters are those of the whole stage, before they are cut over tensor or expert ranks.
+    """
     parallel = config.parallel
     plan = config.plan
     moments = min_moments(make_rule(config.optimizer))
@@ -526,10 +531,10 @@ def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
         fp8_local, fp8_sharded = bytes_per_parameter(in_fp8=True)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
-    of_others = local + sharded / sharding_of(config).zero
-    of_experts = local + sharded / replicas_sharing_state(parallel)
+    bytes_of_other = local + sharded / sharding_of(config).zero
+    bytes_of_experts = local + sharded / replicas_sharing_state(parallel)
     expert_ranks = parallel.expert * expert_slices(parallel)
-    return of_others / parallel.tensor, of_experts / expert_ranks
+    return bytes_of_other / parallel.tensor, bytes_of_experts / expert_ranks
 
 
 def _speed_then_size(planned: Planned) -> tuple[float, int]:

@@ -192,9 +192,9 @@ class _StepCosts:
                 alike[key] = _stage_seconds(config, cost, assumed, self.links)
             self.by_stage.append(alike[key])
         # a simulation asks for each instruction
-        self._seconds = [
-            {op: of_op.seconds for op, of_op in of_stage.items()} for of_stage in self.by_stage
-        ]
+        self._seconds: list[dict[Op, float]] = []
+        for of_stage in self.by_stage:
+            self._seconds.append({op: of_op.seconds for op, of_op in of_stage.items()})
 
     def seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction."""
@@ -204,7 +204,7 @@ class _StepCosts:
 
 
 def _kind_of_cost(cost: StageCost) -> tuple[object, ...]:
-    """Return what the times of a stage depend on."""
+    """Return a key that is equal for stages whose instructions take equally long."""
     layers = cost.cut.layers
     return (cost.cut.first, cost.cut.last, len(layers), cost.forward, cost.input, min(layers))
 
@@ -326,7 +326,7 @@ def predict_passes(
     costs = _StepCosts(config, passes.costs, assumed)
     spans = simulate(schedule, costs.seconds)
     num_ranks = len(schedule.programs)
-    # all micro-batches of the step over those simulated: work and traffic grow with them
+    # micro-batches of the step for each that is simulated: work and traffic grow with them
     repeats = 1 + passes.more / schedule.microbatches
     # by rank
     work = [NOTHING] * num_ranks
@@ -335,8 +335,8 @@ def predict_passes(
         of_all = costs.by_stage[stage][op].times(repeats * count)
         work[rank] = work[rank] + of_all
 
-    # the time does not, for filling the pipeline is a part of it: each further micro-batch takes as
-    # long as one of those by which `longer` is longer
+    # The time of the passes does not grow so, for filling the pipeline is a part of it: each
+    # further micro-batch takes as long as one of those by which `longer` is longer.
     passes_seconds = max(span.end for span in spans)
     if passes.longer:
         longer_seconds = max(span.end for span in simulate(passes.longer, costs.seconds))

@@ -314,14 +314,16 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
         # below and to the right of the point, where the curve seldom is, or to its left where the
         # picture ends
         point = frame.x_pixel(x_value)
-        fits = point + 8 + text_width(text, 11) <= frame.box.right
+        fits_right = point + 8 + text_width(text, 11) <= frame.box.right
         baseline = frame.y_pixel(y_value) + 12
-        yield Text(
-            point + 8 if fits else point - 8, baseline, text, 11, anchor="start" if fits else "end"
-        )
+        if fits_right:
+            yield Text(point + 8, baseline, text, 11, anchor="start")
+        else:
+            yield Text(point - 8, baseline, text, 11, anchor="end")
 
 
 def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Strokes:
+    """Return the strokes of crosses that stand on the axis, or just above it."""
     max_crosses = int(frame.box.width / STRETCH_WIDTH)
     # of very many, evenly chosen ones: more would not be seen
     spacing = 1 + len(crosses.x) // max_crosses
@@ -471,17 +473,23 @@ def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
 def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | None]:
     """Yield the corners of a line that stays at the height of a point until the next one, the last
     time until x = `end`."""
-    height: float | None = None
+    height: float | None = None  # of the line; None in a gap
     for point in points:
-        if point and height is not None:
-            yield point[0], height
+        if point is None:
+            yield None
+            height = None
+            continue
+        x, y = point
+        if height is not None:
+            yield x, height
         yield point
-        height = point[1] if point else None
+        height = y
     if height is not None:
         yield end, height
 
 
 def _draw_dot(center: Point, color: str) -> Rect:
+    """Return a dot around a point."""
     x, y = center
     return Rect(
         x - DOT,
@@ -494,6 +502,7 @@ def _draw_dot(center: Point, color: str) -> Rect:
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Strokes:
+    """Return the strokes of crosses: two for each point."""
     points: list[Point | None] = []
     for x, y in centers:
         left = x - CROSS

@@ -233,8 +233,8 @@ def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
 def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
     """Return the charts with axes that fit the means of all of them."""
     # the last series of a chart is its own mean; single steps may leave the axes
-    means = [chart.series[-1] for chart in charts]
-    losses = chain.from_iterable(mean.y for mean in means)
+    mean_lines = [chart.series[-1] for chart in charts]
+    losses = chain.from_iterable(line.y for line in mean_lines)
     loss_range = finite_range(losses)
     if loss_range is None:
         return list(charts)
@@ -242,7 +242,7 @@ def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
     margin = 0.1 * (highest - lowest)
     # equal ones lie on one line, for which each chart finds its own height
     y_range = (lowest - margin, highest + margin) if margin else None
-    x_range = finite_range(chain.from_iterable(mean.x for mean in means))
+    x_range = finite_range(chain.from_iterable(line.x for line in mean_lines))
     return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
 
 
@@ -259,15 +259,17 @@ def _chart_of_losses(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
 def _chart_of_differences(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
     """Return the chart of one run minus a reference, over the steps that both have."""
     # by step, for runs may have lost records
-    of_step = {record["step"]: record for record in reference.records}
-    common = [record for record in curve.records if record["step"] in of_step]
-    others = [of_step[record["step"]] for record in common]
+    reference_by_step = {record["step"]: record for record in reference.records}
+    common = [record for record in curve.records if record["step"] in reference_by_step]
+    reference_records = [reference_by_step[record["step"]] for record in common]
     losses = values(common, "loss")
-    expected = values(others, "loss")
-    differences = [loss - other for loss, other in zip(losses, expected, strict=True)]
+    reference_losses = values(reference_records, "loss")
+    differences = [
+        loss - reference_loss for loss, reference_loss in zip(losses, reference_losses, strict=True)
+    ]
     are_applied = [
         ours["outcome"] == theirs["outcome"] == "applied"
-        for ours, theirs in zip(common, others, strict=True)
+        for ours, theirs in zip(common, reference_records, strict=True)
     ]
     means = newest_means(differences, are_applied)
     series = [*_series(positions(common, x_axis), differences, means, "main")]

@@ -144,6 +144,8 @@ def to_themed_svg(drawing: Drawing, label: str) -> str:
 
 
 def _svg(shape: Shape, is_themed: bool) -> str:
+    """Return the SVG element of a shape. is_themed: colours of PALETTE are variables of the page's
+    style."""
     if isinstance(shape, Rect):
         box = (
             f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
@@ -274,6 +276,7 @@ def _line_style(trail: Strokes) -> Any:
 
 
 def _add_text(axes: Any, text: Text) -> None:
+    """Draw a text with matplotlib."""
     axes.text(
         text.x,
         text.y,

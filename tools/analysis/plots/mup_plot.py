@@ -65,7 +65,7 @@ def _chart(row: Mapping[str, Any], widths: Sequence[int], span: float) -> Chart:
     steps = len(row["changes"])
     series: list[Series] = []
     for step, sizes in enumerate(row["changes"]):
-        color_index = len(COLORS) - steps + step
+        color_index = len(COLORS) - steps + step  # so that the last step has the last colour
         color = COLORS[color_index % len(COLORS)]
         y = [_or_gap(size) for size in sizes]
         series.append(Series("", x, y, color, marker="dot"))

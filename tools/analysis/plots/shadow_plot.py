@@ -59,6 +59,7 @@ def _steps(events: Sequence[Event]) -> list[int]:
 
 
 def _gap_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
+    """Return the chart of the differences of loss, in percent, with alarms and their limit."""
     percent_limit = 100 * alarm_limit
     gaps = [100 * finite_or_nan(event["loss_gap"]) for event in events]
     series = [Series("", _steps(events), gaps, marker="dot")]
@@ -170,6 +171,7 @@ def lowest_cosines(event: Event) -> dict[int, float]:
 
 
 def _lost_chart(events: Sequence[Event]) -> Chart:
+    """Return the chart of the share of numbers that the worst product of a step loses."""
     return Chart(
         "numbers lost in the worst product, %",
         list(_lost_series(events)),

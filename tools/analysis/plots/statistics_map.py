@@ -9,6 +9,7 @@ a map; what is 0 or not finite is left white.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,12 +53,13 @@ class _Scale:
     high: float
 
     def color(self, number: float) -> str:
+        """Return the colour of a number, "#rrggbb": mixed of the two of COLORS it lies between."""
         extent = math.log(self.high / self.low) or 1.0
         position = math.log(number / self.low) / extent * (len(COLORS) - 1)
         lower = max(0, min(int(position), len(COLORS) - 2))
-        part = min(1.0, max(0.0, position - lower))
+        share_of_upper = min(1.0, max(0.0, position - lower))
         mixed = [
-            round(first + part * (second - first))
+            round(first + share_of_upper * (second - first))
             for first, second in zip(COLORS[lower], COLORS[lower + 1], strict=True)
         ]
         return "#" + "".join(f"{channel:02x}" for channel in mixed)
@@ -96,8 +98,8 @@ def _spaced(records: Sequence[Record]) -> list[Record]:
 
 def row_of(name: str) -> str:
     """Return the row of a tensor or layer by its logical name: "layer 3", or its first word."""
-    kind, _, rest = name.partition(".")
-    number = rest.partition(".")[0]
+    kind, _, within = name.partition(".")
+    number, _, _ = within.partition(".")
     if kind == "layers":
         return f"layer {number}"
     if kind == "mtp":
@@ -141,18 +143,20 @@ def _relative_updates(record: Record) -> dict[str, float]:
     return {row: median(values) for row, values in _by_row(ratios).items()}
 
 
-def draw_map(one: StatisticsMap, scale: tuple[float, float] | None = None) -> Drawing:
+def draw_map(statistics_map: StatisticsMap, scale: tuple[float, float] | None = None) -> Drawing:
     """Return the drawing of a map. scale: the numbers of the first and the last colour, in place of
     the map's own smallest and largest ones."""
     drawing = Drawing(NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH, TITLE_HEIGHT)
-    drawing.height += _add_map(drawing.shapes, one, scale, 0.0, 0.0)
+    drawing.height += _add_map(drawing.shapes, statistics_map, scale, left=0.0, top=0.0)
     return drawing
 
 
 def draw_maps(maps_by_run: Mapping[str, Sequence[StatisticsMap]], path: Path) -> None:
     """Write a picture of the maps of several runs: a run in each column, with the same colours for
     the same numbers along a row. Raises UserError for PNG without matplotlib."""
-    titles = list(dict.fromkeys(one.title for maps in maps_by_run.values() for one in maps))
+    titles: dict[str, None] = {}  # in order, each once
+    for maps in maps_by_run.values():
+        titles |= dict.fromkeys(shown.title for shown in maps)
     column_width = NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH + GAP
     drawing = Drawing(column_width * len(maps_by_run), TITLE_HEIGHT)
     for number, name in enumerate(maps_by_run):
@@ -160,57 +164,63 @@ def draw_maps(maps_by_run: Mapping[str, Sequence[StatisticsMap]], path: Path) ->
         drawing.shapes.append(Text(left, 16.0, name, TITLE_SIZE, bold=True))
     top = TITLE_HEIGHT
     for title in titles:
-        of_title = [
-            next((one for one in maps if one.title == title), None) for maps in maps_by_run.values()
-        ]
-        scale = _common_scale([one for one in of_title if one is not None])
-        heights = [
-            _add_map(drawing.shapes, one, scale, number * column_width, top)
-            for number, one in enumerate(of_title)
-            if one is not None
-        ]
+        # by column; a run without this map leaves its place empty
+        map_of_column: dict[int, StatisticsMap] = {}
+        for column, maps in enumerate(maps_by_run.values()):
+            for shown in maps:
+                if shown.title == title:
+                    map_of_column.setdefault(column, shown)
+        scale = _common_scale([*map_of_column.values()])
+        heights: list[float] = []
+        for column, shown in map_of_column.items():
+            heights.append(_add_map(drawing.shapes, shown, scale, column * column_width, top))
         top += TITLE_HEIGHT + max(heights) + GAP
     drawing.height = top
     drawing.save(path)
 
 
 def _common_scale(maps: Sequence[StatisticsMap]) -> tuple[float, float]:
-    numbers = [number for one in maps for number in one.cells.values()]
+    """Return the smallest and the largest number of several maps."""
+    numbers = [*chain.from_iterable(shown.cells.values() for shown in maps)]
     return min(numbers), max(numbers)
 
 
 def _add_map(
     shapes: list[Shape],
-    one: StatisticsMap,
+    shown: StatisticsMap,
     scale: tuple[float, float] | None,
     left: float,
     top: float,
 ) -> float:
     """Add a map with its title, names, steps and colours; return its height below the title."""
-    colors = _Scale(*(scale or _common_scale([one])))
+    lowest, highest = scale or _common_scale([shown])
+    colors = _Scale(lowest, highest)
     least, most = ROW_HEIGHTS
-    row_height = min(most, max(least, MAP_HEIGHT / len(one.rows)))
-    column_width = MAP_WIDTH / len(one.steps)
+    row_height = min(most, max(least, MAP_HEIGHT / len(shown.rows)))
+    column_width = MAP_WIDTH / len(shown.steps)
     map_left = left + NAMES_WIDTH
     map_top = top + TITLE_HEIGHT
-    shapes.append(Text(map_left, top + 16.0, one.title, TITLE_SIZE))
+    shapes.append(Text(map_left, top + 16.0, shown.title, TITLE_SIZE))
+    # rows may be lower than their names
     named_every = max(1, math.ceil(LABEL_SIZE / row_height))
-    for row_number, row in enumerate(one.rows):
+    for row_number, row in enumerate(shown.rows):
         y = map_top + row_number * row_height
         if row_number % named_every == 0:
             baseline = y + row_height / 2 + LABEL_SIZE / 3
             shapes.append(Text(map_left - 6, baseline, row, LABEL_SIZE, "faint", "end"))
-        for column, step in enumerate(one.steps):
-            number = one.cells.get((row, step))
+        for column, step in enumerate(shown.steps):
+            number = shown.cells.get((row, step))
             if number is None:
                 continue
             x = map_left + column * column_width
             tip = f"{row}, step {step:,}: {number:.4g}"
             shapes.append(Rect(x, y, column_width, row_height, colors.color(number), tip=tip))
-    height = len(one.rows) * row_height
-    _add_steps(shapes, one.steps, map_left, map_top + height)
-    _add_scale(shapes, colors, map_left + MAP_WIDTH + 10, map_top, max(height, 60.0))
-    return max(height, 60.0) + AXIS_HEIGHT
+    height = len(shown.rows) * row_height
+    _add_steps(shapes, shown.steps, map_left, map_top + height)
+    # a map of few rows is lower than the two labels of its scale
+    scale_height = max(height, 60.0)
+    _add_scale(shapes, colors, map_left + MAP_WIDTH + 10, map_top, scale_height)
+    return scale_height + AXIS_HEIGHT
 
 
 def _add_steps(shapes: list[Shape], steps: Sequence[int], left: float, top: float) -> None:

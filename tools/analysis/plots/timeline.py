@@ -77,7 +77,8 @@ class Panel:
 
     @cached_property
     def typical(self) -> float:
-        """The median time of the computations of the kind whose median is smallest."""
+        """The time of a typical short computation: the medians of forward and backward passes are
+        taken by kind, and the smallest counts."""
         durations: dict[Op, list[float]] = {}
         for span in self.computed:
             if span.instruction.op in COMPUTATIONS and span.end > span.start:
@@ -151,6 +152,7 @@ def _cut_where_narrow(panels: Sequence[Panel]) -> list[Panel]:
     """Return the panels, with the beginning and the end of each in place of it if that makes the
     blocks of one of them wide enough to be seen."""
     cut: list[Panel] = []
+    # so long a part of the time that a typical block in it is wide enough
     part = min(TRACK / LEAST_BLOCK * panel.typical for panel in panels)
     if max(panel.length for panel in panels) <= 2 * part:
         return list(panels)

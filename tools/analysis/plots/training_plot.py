@@ -219,13 +219,14 @@ def _source_charts(
         series: list[Series] = []
         for number, name in enumerate(shown[:MAX_SOURCES]):
             # a small data set is not in every step
-            found = [
-                (x_value, y_value * factor)
-                for x_value, y_value in zip(x_values, values(records, prefix + name), strict=True)
-                if math.isfinite(y_value)
-            ]
-            own_x = [x_value for x_value, _ in found]
-            means = smoothed([y_value for _, y_value in found], mean_width(len(found)))
+            own_x: list[float] = []
+            own_y: list[float] = []
+            y_values = values(records, f"{prefix}{name}")
+            for x_value, y_value in zip(x_values, y_values, strict=True):
+                if math.isfinite(y_value):
+                    own_x.append(x_value)
+                    own_y.append(y_value * factor)
+            means = smoothed(own_y, mean_width(len(own_y)))
             dash = DASHED if number >= len(SOURCE_COLORS) else ()
             color = SOURCE_COLORS[number % len(SOURCE_COLORS)]
             series.append(Series(name, own_x, means, color, dash=dash))
@@ -345,7 +346,7 @@ def smoothed(y_values: Sequence[float], width: int) -> list[float]:
     for y_value in y_values:
         is_missing = math.isnan(y_value)
         running_sums.append(running_sums[-1] + (0.0 if is_missing else y_value))
-        running_counts.append(running_counts[-1] + (not is_missing))
+        running_counts.append(running_counts[-1] + (0 if is_missing else 1))
     half_width = width // 2
     means: list[float] = []
     for center, y_value in enumerate(y_values):

@@ -194,6 +194,7 @@ def _tokenizer_facts(compared: _Compared, by_files: bool) -> Facts:
 
 
 def _text_facts(compared: _Compared, by_files: bool) -> Facts:
+    """Return what the texts are: files by their digests, otherwise keys of the run file."""
     if not by_files or compared.identity is None:
         return _key_facts(compared, TEXT_KEYS)
     sources = list[str]()
@@ -205,6 +206,7 @@ def _text_facts(compared: _Compared, by_files: bool) -> Facts:
 
 
 def _held_out_facts(compared: _Compared) -> Facts:
+    """Return what is held out, and how many samples of it an evaluation takes."""
     train = compared.config.train
     facts = dict(_key_facts(compared, HELD_OUT_KEYS))
     requested = evaluated_samples(train, MAX_SIZE)

@@ -108,6 +108,7 @@ def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _quantities_table(layout: Mapping[str, Any]) -> Html:
+    """Return the quantities of a layout as a table that is folded up."""
     rows = [_quantity_row(name, quantity) for name, quantity in layout["quantities"].items()]
     head = (
         "quantity",
@@ -125,6 +126,7 @@ def _quantities_table(layout: Mapping[str, Any]) -> Html:
 
 
 def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[Text]:
+    """Return the cells of a quantity, empty where it was not tried."""
     # not tried: there are no numbers
     if "compared" not in quantity:
         empty_cells = [""] * 6

@@ -147,6 +147,7 @@ def _token_facts(record: dict[str, Any]) -> Iterator[Fact]:
 
 
 def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
+    """Yield the last losses of a run, those that were measured."""
     final = f"{curve.final:.4f}"
     if math.isnan(curve.final):  # every step was skipped
         final = "none"
@@ -183,6 +184,7 @@ def _best_facts(run: Run) -> Iterator[Fact]:
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:
+    """Yield what is trained: model, layout, changes of batch and length, precision."""
     model = config.sized_model
     if model.factory:
         yield "model", model.factory
@@ -415,8 +417,9 @@ def statistics(run: Run) -> Html | None:
     if not maps:
         return paragraph("Note: ", damaged) if damaged else None
     figures: list[str] = []
-    for one in maps:
-        picture = to_themed_svg(draw_map(one), f"{one.title}, by layer and step")
+    for statistics_map in maps:
+        drawn = draw_map(statistics_map)
+        picture = to_themed_svg(drawn, f"{statistics_map.title}, by layer and step")
         figures.append(f"<figure>{picture}</figure>")
     notes = [paragraph("Colours go with the logarithm. White: 0, or not finite.")]
     if damaged:
@@ -542,6 +545,7 @@ def _invariants(run: Run) -> Html:
 
 
 def _parity(run: Run) -> Html:
+    """Return what the certificate of parity in a run's folder says."""
     certificate = run.json("parity.json")
     if certificate is None:
         return paragraph(NO_CERTIFICATE)
@@ -560,6 +564,7 @@ def _parity(run: Run) -> Html:
 
 
 def _proof(run: Run) -> Html:
+    """Return what the certificate of repeating and resuming in a run's folder says."""
     certificate = run.json("prove.json")
     if certificate is None:
         return paragraph(NO_PROOF)
@@ -627,6 +632,7 @@ def faults(run: Run) -> Html | None:
 
 
 def _abnormal_end(run: Run) -> Iterator[Html]:
+    """Yield a table of the ranks that ended otherwise than in order; nothing if none did."""
     try:
         records = read_records(run.folder)
     except (UserError, OSError):

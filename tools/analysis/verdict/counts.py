@@ -34,6 +34,7 @@ class Counts:
     @classmethod
     def of(cls, before: Ids, tokens: Ids, vocabulary: int) -> "Counts":
         """Return the counts of tokens, each with the one before it. before, tokens: int64 [n]."""
+        # a pair of ids as one number
         pairs, pair_counts = np.unique(before * vocabulary + tokens, return_counts=True)
         return cls(
             singles=np.bincount(tokens, minlength=vocabulary),
@@ -55,7 +56,8 @@ class Counts:
         is_counted = self.pairs[places] == keys
         counted = np.where(is_counted, self.pair_counts[places], 0)
         followers = self.followers[before]
-        # A token that was never followed counts as one with one unknown follower.
+        # smoothed (Witten and Bell): the more followers a token has, the more counts the loss of
+        # tokens alone; a token that was never followed counts as one with one unknown follower
         weight = np.maximum(followers, 1)
         probabilities = counted + weight * self._single_probabilities(tokens)
         return -np.log(probabilities / (self.begun[before] + weight))

@@ -66,13 +66,15 @@ def forecast(steps: Sequence[int], losses: Numbers, rates: Sequence[float]) -> F
     losses: float64 [evaluations]. rates: the learning rates of the steps, NaN where they are not
     known.
     """
-    at = np.array(steps, np.float64)
-    last = at[-1]
-    is_now = at > last / 2
-    is_before = (at > last / 4) & ~is_now
-    found = min(int(is_now.sum()), int(is_before.sum()))
-    if found < FEWEST:
-        few = f"{counted(found, 'evaluation')} in a doubling of the steps"
+    evaluated_steps = np.array(steps, np.float64)
+    last = evaluated_steps[-1]
+    # the last doubling of the steps, and the one before
+    is_now = evaluated_steps > last / 2
+    is_before = (evaluated_steps > last / 4) & ~is_now
+    # in the doubling that has fewer
+    num_evaluations = min(int(is_now.sum()), int(is_before.sum()))
+    if num_evaluations < FEWEST:
+        few = f"{counted(num_evaluations, 'evaluation')} in a doubling of the steps"
         return Forecast(reason=f"{few}: too few, of {FEWEST} at least")
     used_rates = np.array(rates, np.float64)[is_now | is_before]
     if np.isnan(used_rates).any():
@@ -82,8 +84,8 @@ def forecast(steps: Sequence[int], losses: Numbers, rates: Sequence[float]) -> F
             reason="the learning rate changed among the evaluations, and a longer run has another "
             'schedule (lr.schedule = "constant" keeps it)'
         )
-    before = _line(at[is_before], losses[is_before])
-    now = _line(at[is_now], losses[is_now])
+    before = _line(evaluated_steps[is_before], losses[is_before])
+    now = _line(evaluated_steps[is_now], losses[is_now])
     if now.fall <= 0:
         return Forecast(reason="the loss does not fall over the last half of the steps")
     if now.fall <= now.scatter:
@@ -108,6 +110,6 @@ def _line(steps: Numbers, losses: Numbers) -> _Doubling:
     doublings = np.log2(steps / steps[-1])
     slope, end = np.polyfit(doublings, losses, 1)
     residuals = losses - end - slope * doublings
-    freedom = len(losses) - 2
+    freedom = len(losses) - 2  # degrees of freedom beside slope and end
     scatter = math.sqrt(float(residuals @ residuals) / freedom)
     return _Doubling(float(end), -float(slope), scatter)

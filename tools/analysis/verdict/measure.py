@@ -135,11 +135,11 @@ def _count_bytes(corpus: Corpus, tokens: Ids) -> tuple[int | None, str]:
         return None, "the text has characters that the tokenizer does not know"
     for prefix, text in texts.items():
         text_sizes = bytes_of_tokens(tokenizer, text.ids.tolist(), [*texts.values()])
-        found = None
+        nbytes = None
         if text_sizes is not None and not (text_sizes == NOT_KNOWN).any():
-            found = int(text.counts @ text_sizes)
-        if found != text.nbytes:
-            return None, f"tokens of {found} bytes where the text of {prefix} had {text.nbytes}"
+            nbytes = int(text.counts @ text_sizes)
+        if nbytes != text.nbytes:
+            return None, f"tokens of {nbytes} bytes where the text of {prefix} had {text.nbytes}"
     return int(evaluated.counts @ sizes), ""
 
 

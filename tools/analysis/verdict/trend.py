@@ -109,9 +109,9 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
 
     rates: the learning rates of their steps, NaN where they are not known.
     """
-    found = len(evaluations)
-    if found < FEWEST:
-        return Trend("not known", f"too few evaluations: {found}, of {FEWEST} at least")
+    count = len(evaluations)
+    if count < FEWEST:
+        return Trend("not known", f"too few evaluations: {count}, of {FEWEST} at least")
     pieces = len(evaluations[-1].tokens)
     if pieces < FEWEST_PIECES:
         return Trend("not known", f"too few samples: {pieces}, of {FEWEST_PIECES} at least")
@@ -133,7 +133,7 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
 
 
 def _falls_steadily(losses: NDArray[np.float64]) -> bool:
-    """Return True if losses fall more steadily than they would in an order of chance."""
+    """Return True if losses fall more steadily than they would in a random order."""
     return chance_of_order(_neighbours(losses, MOST).tolist()) <= CHANCE
 
 
@@ -171,7 +171,7 @@ def _judge_fall(window: Sequence[Evaluation]) -> Trend:
 
 
 def chance_of_order(values: Sequence[float]) -> float:
-    """Return the probability that values in an order of chance fall as steadily as these do.
+    """Return the probability that values in a random order fall as steadily as these do.
 
     The statistic is the number of pairs that rise, Mann's test of a trend (1945); its distribution
     is that of inversions of a permutation. Time grows as the fourth power of the number of values.
@@ -187,14 +187,14 @@ def chance_of_order(values: Sequence[float]) -> float:
 def _permutations_by_inversions(count: int) -> list[int]:
     """Return how many permutations of so many elements have 0, 1, 2, ... inversions."""
     # As coefficients of a polynomial: the nth element multiplies it by 1 + x + ... + x^(n-1).
-    permutations = [1]
+    by_inversions = [1]
     for size in range(2, count + 1):
-        product = [0] * (len(permutations) + size - 1)
-        for inversions, number in enumerate(permutations):
-            for more in range(size):
-                product[inversions + more] += number
-        permutations = product
-    return permutations
+        product = [0] * (len(by_inversions) + size - 1)
+        for inversions, permutations in enumerate(by_inversions):
+            for added_inversions in range(size):
+                product[inversions + added_inversions] += permutations
+        by_inversions = product
+    return by_inversions
 
 
 def _change_of_halves(window: Sequence[Evaluation]) -> LossDifference:
@@ -224,7 +224,8 @@ def _variance_of_mean(evaluations: Sequence[Evaluation]) -> float:
 
 
 def _standard_error(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> float:
-    """Return the standard error of a ratio of sums over pieces."""
+    """Return the standard error of the mean over all tokens, by how its pieces vary. sums, tokens:
+    of each piece; the mean is the total of the sums divided by that of the tokens."""
     pieces = len(sums)
     if pieces < 2:
         return math.nan

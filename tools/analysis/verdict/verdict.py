@@ -4,7 +4,6 @@ bring. Made of the files of the run folder alone."""
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,14 @@ import numpy as np
 from tools.analysis.verdict.forecast import Forecast, forecast
 from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.student import quantile
-from tools.analysis.verdict.trend import Evaluation, Trend, judge, losses_of
+from tools.analysis.verdict.trend import (
+    CERTAINTY,
+    FEWEST_PIECES,
+    Evaluation,
+    Trend,
+    judge,
+    losses_of,
+)
 from tools.console.units import counted
 from tools.journal.invariant_records import InvariantFinding, broken_ones, read_findings
 from tools.journal.records import HELD_OUT_LOSS, read_all_events, read_evaluations, read_metrics
@@ -84,9 +90,7 @@ def read_verdict(folder: Path) -> Verdict | None:
     if not evaluated:
         return None
     newest = evaluated[-1]
-    evaluations = _comparable(read_evaluations(folder), newest)
-    samples = evaluations[-1][1] if evaluations else 0
-    of_text = [evaluation for evaluation, _ in evaluations]
+    of_text, samples = _comparable(read_evaluations(folder), newest)
     rates = _rates(of_text, records)
     return Verdict(
         step=newest["step"],
@@ -104,22 +108,24 @@ def read_verdict(folder: Path) -> Verdict | None:
 
 def _comparable(
     records: Sequence[Mapping[str, Any]], newest: Mapping[str, Any]
-) -> list[tuple[Evaluation, int]]:
-    """Return the evaluations of the samples that the newest one is of, oldest first, with their
-    number; none if the newest was not recorded.
-    """
-    found = list[tuple[Evaluation, int]]()
+) -> tuple[list[Evaluation], int]:
+    """Return the evaluations of the same samples as the newest one, oldest first, and how many
+    samples these are; [] and 0 if the newest was not recorded."""
+    comparable = list[Evaluation]()
+    num_samples = 0
     for record in records:
         evaluation = _read_evaluation(record)
         if evaluation is None:
             continue
         samples = _whole(record.get("samples"))
-        if found and not _is_of_same_text(found[-1], (evaluation, samples)):
-            found.clear()
-        found.append((evaluation, samples))
-    if not found or found[-1][0].step != newest["step"]:
-        return []
-    return found
+        is_of_other_samples = samples != num_samples
+        if comparable and (is_of_other_samples or not _is_of_same_text(comparable[-1], evaluation)):
+            comparable.clear()
+        comparable.append(evaluation)
+        num_samples = samples
+    if not comparable or comparable[-1].step != newest["step"]:
+        return [], 0
+    return comparable, num_samples
 
 
 def _read_evaluation(record: Mapping[str, Any]) -> Evaluation | None:
@@ -138,17 +144,17 @@ def _read_evaluation(record: Mapping[str, Any]) -> Evaluation | None:
     return Evaluation(record["step"], losses, tokens)
 
 
-def _is_of_same_text(before: tuple[Evaluation, int], after: tuple[Evaluation, int]) -> bool:
-    if before[1] != after[1]:
-        return False
-    return np.array_equal(before[0].tokens, after[0].tokens)
+def _is_of_same_text(before: Evaluation, after: Evaluation) -> bool:
+    """Return True if both evaluations are of texts whose pieces have as many tokens."""
+    return np.array_equal(before.tokens, after.tokens)
 
 
 def _margin(evaluations: Sequence[Evaluation]) -> float:
-    if not evaluations or len(evaluations[-1].tokens) < 4:
+    """Return `Verdict.margin` of the newest evaluation; NaN of too few pieces."""
+    if not evaluations or len(evaluations[-1].tokens) < FEWEST_PIECES:
         return math.nan
     newest = evaluations[-1]
-    return quantile(0.975, len(newest.tokens) - 1) * newest.error
+    return quantile(CERTAINTY, len(newest.tokens) - 1) * newest.error
 
 
 def _rates(
@@ -226,10 +232,14 @@ def describe_yardsticks(verdict: Verdict) -> str:
         ("counts of pairs", sizes.bigram),
     )
     losses = ", ".join(f"{name} {loss:.4f}" for name, loss in ladder)
-    beaten = [name for name, loss in takewhile(lambda rung: verdict.loss < rung[1], ladder)]
-    if not beaten:
+    last_beaten = ""
+    for name, loss in ladder:
+        if not verdict.loss < loss:
+            break
+        last_beaten = name
+    if not last_beaten:
         return f"{losses}: the model is worse than guessing"
-    return f"{losses}: the model is better than {beaten[-1]}"
+    return f"{losses}: the model is better than {last_beaten}"
 
 
 def describe_amount(verdict: Verdict) -> str:

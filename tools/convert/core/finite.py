@@ -23,7 +23,7 @@ class NotFinite:
         self.counts: dict[str, tuple[int, int]] = {}
 
     def seen(self, tensor_key: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Pass the pieces of a tensor through, and count in them."""
+        """Yield the pieces of a tensor as they are, and count what is not finite in them."""
         bad_count = 0
         total = 0
         for piece in pieces:

@@ -87,6 +87,7 @@ def _gpt2() -> list[NameRule]:
 
 
 def _gpt_neox() -> list[NameRule]:
+    """Return the rules of GPT-NeoX, whose queries, keys and values are one tensor, head by head."""
     layer = "gpt_neox.layers.N"
     return [
         NameRule("gpt_neox.embed_in.weight", ("embedding.weight",)),
@@ -438,9 +439,10 @@ def _with_modules(rules: Sequence[NameRule]) -> list[NameRule]:
     ]
 
 
-# By the model_type in config.json.
 # A number of each layer, which stands in a buffer there.
 _LAYER_SCALAR = NameRule("model.layers.N.layer_scalar", ("layers.N.scalar",))
+
+# By the model_type in config.json.
 HUGGING_FACE: dict[str, list[NameRule]] = {
     "deepseek_v2": _llama(_shared_experts(), projections=_latents(True)),
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(True))),

@@ -52,7 +52,8 @@ def rows_of_blocks(cut: Cut, rows: int) -> list[int]:
     """Return the rows of each block of a tensor that is cut over the ranks, or of a rank's part,
     which has the same share of every block.
 
-    rows: of the tensor or the part. They are fewer in sum if the blocks have no whole rows.
+    rows: of the tensor or the part. If blocks would have fractions of rows these are cut off, and
+        the sum is less than `rows`.
     """
     if isinstance(cut, tuple):
         whole = sum(cut)
@@ -83,10 +84,11 @@ def file_of_each_rank(folder: Path, ranks: Mapping[str, Rank]) -> dict[Rank, Pat
 def collect_shards(
     checkpoint: Path, ranks: Iterable[RankTensors], lone: Sequence[str] = ()
 ) -> dict[str, Shards]:
-    """Return name -> its parts, over the ranks of one stage. Copies of a part must be the same.
+    """Return the parts of each tensor by name, in their order, over the ranks of one stage.
 
-    ranks: of each, which parts it has, and its tensors.
-    lone: ends of names that only the first rank has.
+    Ranks that have the same part have copies of it: reading raises UserError if they differ.
+    ranks: of each, a function that says which part of a tensor it has, and its tensors.
+    lone: ends of names of tensors that only the first rank has.
     """
     copies: dict[str, dict[int, Shards]] = {}  # by the number of the part
     counts: dict[str, int] = {}  # of parts that there must be
@@ -249,7 +251,8 @@ def number_over_stages(
     ends: Mapping[str, int],
     repeated: Sequence[str] = (),
 ) -> dict[str, list[TensorSource]]:
-    """Return name, with layers counted over all stages -> its parts.
+    """Return the parts of each tensor of all stages, by its name with layers counted over all
+    stages.
 
     layer: matches what is before a layer's number, the number and the rest of a name.
     ends: beginnings of names -> the stage that alone has them; UserError if another has them, for
@@ -320,13 +323,15 @@ def notes_on_copies(
     first_files: dict[Any, Path] = {}
     for chunks in tensors.values():
         identities = []
+        files = []
         for number, chunk in enumerate(chunks):
             for tensor_name, stored in chunk.items():
                 identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
+                files.append(stored.file)
         # Without a checksum of every tensor nothing can be said.
         if not identities or any(crc is None for *_, crc in identities):
             continue
-        file = next(stored.file for chunk in chunks for stored in chunk.values())
+        file = files[0]
         first_file = first_files.setdefault(frozenset(identities), file)
         if first_file != file:
             yield (

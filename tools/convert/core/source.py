@@ -183,7 +183,7 @@ class Source:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Return the folders that are read: one, or those of all models that are merged."""
-        merged_folders = tuple(each.path for each in self.facts.merged)
+        merged_folders = tuple(merged_input.path for merged_input in self.facts.merged)
         return merged_folders or (self.path,)
 
     def origin(self, tensor_key: str) -> Origin:

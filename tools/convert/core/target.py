@@ -140,8 +140,8 @@ def _write_all(
 
 @contextmanager
 def _remove_if_refused(partial: Path) -> Iterator[None]:
-    """Remove the folder if the conversion is refused. After a full disk or a kill it stays, to be
-    resumed."""
+    """Context manager that removes the folder if the conversion is refused. After a full disk or a
+    kill it stays, to be resumed."""
     try:
         yield
     except UserError:
@@ -213,7 +213,7 @@ class ConversionJournal:
 
 @contextmanager
 def _report_disk_errors(destination: Path) -> Iterator[None]:
-    """Raise UserError in place of OSError, with a remedy for a full disk."""
+    """Context manager that raises UserError in place of OSError, with a remedy for a full disk."""
     try:
         yield
     except OSError as error:
@@ -251,8 +251,10 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
     if source.facts.averaged:
         identity["ema"] = True
     if source.facts.merged:
-        merged = [[_absolute(each.path), each.weight] for each in source.facts.merged]
-        identity["merged"] = merged
+        identity["merged"] = [
+            [_absolute(merged_input.path), merged_input.weight]
+            for merged_input in source.facts.merged
+        ]
     return identity
 
 
@@ -276,6 +278,7 @@ def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
     positions = {tensor_key: number for number, tensor_key in enumerate(source.shapes)}
 
     def first_position(write: Write) -> int:
+        # -1 for a tensor that the source lacks: `_check_complete` refuses it
         return min(positions.get(tensor_key, -1) for tensor_key in write.keys)
 
     return sorted(writes, key=first_position)
@@ -338,6 +341,7 @@ def _copy_pieces(tensor_write: Write, source: Source, dtype: torch.dtype, partia
     (location,) = tensor_write.locations
 
     def written_pieces() -> Iterator[Tensor]:
+        """Yield the pieces of the tensor, each after it was written to the file."""
         # `checksum` takes the pieces, and each is written as it is taken: one is in memory
         start = location.start
         for piece in source.pieces(tensor_key):

@@ -127,6 +127,8 @@ class Stored:
             raise UserError.of("convert.crc_differs", file=self.file, shape=list(self.shape))
 
     def _read_elements(self, count: int) -> Tensor:
+        """Return elements of the file from the tensor's start on. Raises UserError if it ends
+        before, or if they are damaged."""
         size = count * self.dtype.itemsize
         if self.start < 0 or self.start + size > self.file.stat().st_size:
             raise UserError.of("convert.truncated", file=self.file)

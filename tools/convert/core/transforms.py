@@ -135,8 +135,8 @@ def _transpose_pairs(weight: Tensor, head_sizes: HeadSizes, pairs: tuple[int, in
 
 
 def _swap_halves(weight: Tensor, head_sizes: HeadSizes) -> Tensor:
-    """Exchange the rotary partners (i, i + r/2) of each head: a rotation of what is exchanged turns
-    the other way."""
+    """Return a weight with the rotary partners (i, i + r/2) of each head exchanged: a rotation of
+    what is exchanged turns the other way."""
     heads = weight.unflatten(0, (-1, head_sizes.dim))
     rotary, unrotated = heads.split([head_sizes.rotary, head_sizes.unrotated], 1)
     first, second = rotary.chunk(2, 1)
@@ -166,6 +166,7 @@ def _latent_query(interleaved: bool) -> Transform:
     """
 
     def join(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+        """Return the queries of the other system: rotary features last in each head."""
         (query,) = parts
         if interleaved:
             query = _interleave(query, head_sizes)
@@ -175,6 +176,7 @@ def _latent_query(interleaved: bool) -> Transform:
         return heads.flatten(0, 1)
 
     def split(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+        """Return our queries: rotary features first in each head."""
         heads = joined.unflatten(0, (-1, head_sizes.dim))
         unrotated, rotary = heads.split([head_sizes.unrotated, head_sizes.rotary], 1)
         heads = torch.cat((rotary, unrotated), 1)
@@ -291,7 +293,7 @@ def _split_experts_transposed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
 
 
 def _join_experts_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
-    """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
+    """Return experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
     without h."""
     experts = []
     for gate, up in zip(parts[::2], parts[1::2], strict=True):

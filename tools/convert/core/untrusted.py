@@ -147,6 +147,7 @@ class _Description:
         return ["other", type(value).__name__]
 
     def _describe_dict(self, table: Mapping[Any, Any]) -> Any:
+        """Return a table as JSON can hold it. Raises ValueError if two keys would be one there."""
         entries = {}
         for key, value in table.items():
             entries[_key(key)] = self.describe(value)
@@ -174,8 +175,8 @@ def _key(key: Any) -> str | int:
 
 
 def _read_storages(torch_file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
-    """Return where values begin in a torch file, how many bytes from there on are of one storage,
-    and their CRC-32.
+    """Return the storages of a torch file: the byte where each begins -> its bytes and their
+    CRC-32.
 
     Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say
     that it is damaged.
@@ -243,7 +244,8 @@ def _locate(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tup
         raise ValueError("a tensor in it is larger than its values are")
     is_whole_storage = value.storage_offset() == 0 and end * itemsize == storage_size
     start = storage_start + value.storage_offset() * itemsize
-    return start, crc or None if is_whole_storage else None
+    has_checksum = is_whole_storage and crc != 0
+    return start, crc if has_checksum else None
 
 
 def _unpickle(torch_file: Path | BinaryIO) -> Any:
@@ -298,6 +300,8 @@ class MetadataUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class that a pickle refers to, or a harmless one in its place. Raises
+        UnpicklingError for one that is not let in."""
         # Names of classes begin with a capital: no function of these modules is let in.
         is_class = name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         if (module in METADATA_MODULES and is_class) or (module, name) == MEGATRON_METADATA:

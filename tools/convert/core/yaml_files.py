@@ -41,6 +41,7 @@ def _strict_loader(yaml: Any) -> type[Any]:
 
     class StrictLoader(yaml.SafeLoader):
         def compose_mapping_node(self, anchor: Any) -> Any:
+            """Return the node of a table. Raises ValueError if a key is given twice."""
             node = super().compose_mapping_node(anchor)
             seen = set[tuple[str, str]]()
             for key, _ in node.value:  # as they are written: merged ones (<<) may be given again

@@ -85,13 +85,14 @@ def _name_of(source: Source) -> str:
 def _yaml(value: Any) -> str:
     """Return a value in one line of YAML."""
 
-    def escaped(found: re.Match[str]) -> str:
-        return f"\\u{ord(found[0]):04x}"
+    def escaped(unprintable: re.Match[str]) -> str:
+        return f"\\u{ord(unprintable[0]):04x}"
 
     return UNPRINTABLE.sub(escaped, json.dumps(value, ensure_ascii=False))
 
 
 def _metadata(source: Source, name: str) -> Iterator[str]:
+    """Yield the lines of a card's head that the hub reads."""
     yield "library_name: transformers"
     yield "pipeline_tag: text-generation"
     yield f"tags: {_yaml([TAG])}"
@@ -108,8 +109,10 @@ def _hub_data(run: RunRecord | None) -> list[str]:
     """Return the data sets of the Hub that a run was trained on, each once."""
     if run is None:
         return []
-    found = [name for each in run.data for name in HUB_DATA.findall(each.source)]
-    return [*dict.fromkeys(found)]
+    names: dict[str, None] = {}  # in order, each once
+    for text in run.data:
+        names |= dict.fromkeys(HUB_DATA.findall(text.source))
+    return [*names]
 
 
 def _results(source: Source) -> list[dict[str, Any]]:
@@ -146,6 +149,7 @@ def _evaluation(source: Source) -> tuple[float | None, float | None]:
 
 
 def _description(source: Source, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the sentences that say what the weights are."""
     shapes = [source.shapes[key] for key in source.keys("weight")]
     count = sum(map(prod, shapes))
     family = model_type_of(source.model)
@@ -156,8 +160,9 @@ def _description(source: Source, dtype: torch.dtype) -> Iterator[str]:
     )
     if source.facts.averaged:
         yield "The weights are the moving average of those of the training (`optimizer.ema`)."
-    for each in source.facts.merged:
-        yield f"The weights are a mean, with a factor of {each.weight:g} for {each.path.name}."
+    for merged_input in source.facts.merged:
+        factor = f"{merged_input.weight:g}"
+        yield f"The weights are a mean, with a factor of {factor} for {merged_input.path.name}."
     if source.kind != TAG:
         yield f"It was converted from a checkpoint of the format `{source.kind}`."
 
@@ -165,9 +170,9 @@ def _description(source: Source, dtype: torch.dtype) -> Iterator[str]:
 def _data_table(run: RunRecord) -> Iterator[str]:
     yield "| source | weight | tokens | documents |"
     yield "|---|---|---|---|"
-    for each in run.data:
-        name = " ".join(each.source.split()).replace("|", "\\|")
-        yield f"| `{name}` | {_weights(each)} | {each.tokens:,} | {each.documents:,} |"
+    for text in run.data:
+        name = " ".join(text.source.split()).replace("|", "\\|")
+        yield f"| `{name}` | {_weights(text)} | {text.tokens:,} | {text.documents:,} |"
 
 
 def _weights(text: TrainedText) -> str:
@@ -230,8 +235,11 @@ def _tables(source: Source, run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _values(keys: Mapping[str, str], table: str) -> dict[str, Any]:
-    """Return the values of a table among keys in TOML's grammar, without those of no form in it,
-    which stand for a key that is not given."""
+    """Return the values of a table.
+
+    keys: of all tables, by dotted name, with values as TOML writes them. A key that was not given
+        has a text that is no TOML, and is left out.
+    """
     values: dict[str, Any] = {}
     for key, text in keys.items():
         if key.startswith(f"{table}."):
@@ -241,8 +249,8 @@ def _values(keys: Mapping[str, str], table: str) -> dict[str, Any]:
 
 
 def _needed(table_class: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without those that a table has by itself, given the others; all of them if
-    they are of another version."""
+    """Return the values that have to be given for the table to be the same: the others are defaults
+    given these. All of them are returned if this version knows no such table."""
     try:
         table = table_class(**values)
     except (ValueError, UserError):

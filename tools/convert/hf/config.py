@@ -94,23 +94,22 @@ def _make_model(
 
 
 def _key_with(value: Any, keys: ConfigKeys, candidates: Collection[str]) -> str:
-    """Return the one of some keys that has a number, as the file names it; "" if none has.
-
-    If several have it, whichever is wrong is among them: "a or b".
+    """Return which of the candidate keys has the value, as the file names it; "" if none has, or if
+    the value is no number. Several keys that have it are "a or b".
     """
     if not isinstance(value, int | float):
         return ""
-    found = list[str]()
+    paths_with_value = list[str]()
     for key in candidates:
         stated = keys.stated.get(key)
         name = keys.as_stated(key)
-        of_key = {name: stated}
+        value_by_path = {name: stated}
         if isinstance(stated, Mapping):
-            of_key = {f"{name}.{inner}": inner_value for inner, inner_value in stated.items()}
-        for path, number in of_key.items():
+            value_by_path = {f"{name}.{inner}": number for inner, number in stated.items()}
+        for path, number in value_by_path.items():
             if not isinstance(number, bool) and number == value:
-                found.append(path)
-    return " or ".join(sorted(found))
+                paths_with_value.append(path)
+    return " or ".join(sorted(paths_with_value))
 
 
 def special_ids(config: Json) -> dict[str, Any]:
@@ -242,8 +241,8 @@ def notes_on_older_transformers(model: ModelConfig) -> list[str]:
 
 
 def _remedies(model_type: str, model: ModelConfig) -> list[str]:
-    """Return, for each field whose change alone makes a model that a model_type can say, its value
-    and one that would do."""
+    """Return a line for each field of which another value alone would be enough, so that a
+    config.json of the model_type can say the model: the value, and one that would do."""
     remedies = []
     for field in _NAMEABLE_FIELDS:
         value = getattr(model, field)

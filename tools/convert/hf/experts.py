@@ -63,6 +63,7 @@ def experts_of_qwen(shared: bool) -> Entry:
     with a gate."""
 
     def read(config: ConfigKeys) -> Fields:
+        """Return the fields of experts, and which layers have them."""
         config.mark_read(*_KEYS_OF_QWENS_EXPERTS)
         if shared:
             config.mark_read("shared_expert_intermediate_size")
@@ -82,6 +83,7 @@ def experts_of_qwen(shared: bool) -> Entry:
         return {**routed, **fields}
 
     def write(model: ModelConfig) -> Json:
+        """Return the keys of experts."""
         config: Fields = {
             "num_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
@@ -117,6 +119,7 @@ def _read_qwen3_5(config: ConfigKeys) -> Fields:
 
 
 def _write_qwen3_5(model: ModelConfig) -> Json:
+    """Return the keys of experts, which all layers have."""
     return {
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
@@ -162,6 +165,7 @@ def _feed_forwards(config: ConfigKeys, dense: list[int]) -> Fields:
 
 
 def _read_glm4_moe(config: ConfigKeys) -> Fields:
+    """Return the fields of GLM-4.5's experts, behind some dense layers."""
     first = config["first_k_dense_replace"]
     layers = config["num_hidden_layers"]
     if first >= layers:
@@ -227,9 +231,11 @@ def _read_by_layer(config: ConfigKeys, leading_dense: int) -> Fields:
         for layer_type in types:
             require(layer_type, "mlp_layer_types", tuple(_MLP_TYPES))
         dense = [layer for layer, layer_type in enumerate(types) if _MLP_TYPES[layer_type]]
-    # Their classes do not read it beside the types, and older readers of their files do.
+    # Their classes do not read it beside the types, but older readers of their files do: it must be
+    # the number of layers before the first one with experts.
     if config.has("first_k_dense_replace"):
-        leading = next((n for n in range(layers) if n not in dense), layers)
+        layers_with_experts = [layer for layer in range(layers) if layer not in dense]
+        leading = min(layers_with_experts, default=layers)
         require(config.stated["first_k_dense_replace"], "first_k_dense_replace", (leading,))
     config.mark_read("first_k_dense_replace", "aux_loss_alpha")
     fields = _feed_forwards(config, dense)
@@ -292,6 +298,7 @@ def _read_deepseek_v2(config: ConfigKeys) -> Fields:
 
 
 def _read_deepseek_v3(config: ConfigKeys) -> Fields:
+    """Return the fields of DeepSeek V3's experts, which are chosen among groups."""
     # Without experts these decide nothing, whatever they say.
     config.mark_read("norm_topk_prob", "n_group", "topk_group")
     fields = _deepseek_experts(config)
@@ -385,6 +392,7 @@ def _write_after_dense(model: ModelConfig) -> Json:
 
 
 def _write_deepseek(model: ModelConfig, method: str) -> Json:
+    """Return DeepSeek's keys of experts. method: its name for how they are chosen."""
     # Sizes of experts may stay away: no layer has them.
     if not model.experts:
         return {"first_k_dense_replace": model.layers}

@@ -382,7 +382,6 @@ _ROUTED_ALIASES = {
 }
 
 
-# By model_type. A model whose own family cannot say all of it is written as the first that can.
 def _gemma4(architecture: str, **defaults: Any) -> Family:
     """Return a text model of Gemma 4. defaults: of its class where they are not Gemma 4's."""
     return Family(
@@ -418,6 +417,7 @@ def _gemma4(architecture: str, **defaults: Any) -> Family:
     )
 
 
+# By model_type. A model whose own family cannot say all of it is written as the first that can.
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         ours="gpt2",

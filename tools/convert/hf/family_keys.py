@@ -192,6 +192,7 @@ def factor_of_scores(model: ModelConfig) -> float:
     """Return what scores are multiplied by, so that it is read back as the same
     attention_scalar."""
     factor = model.attention_scalar**-0.5
+    # the root is rounded: a neighbour of it may be the number that is read back exactly
     neighbours = (factor, math.nextafter(factor, 0.0), math.nextafter(factor, math.inf))
     exact = (near for near in neighbours if near**-2 == model.attention_scalar)
     return next(exact, factor)

@@ -164,7 +164,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     expected = matches(tables[model_type], model)
     # Copies are dropped before the tensors are counted.
     check_tied(folder, model, stored, expected)
-    _dropmodule_copies(folder, model, stored)
+    _drop_module_copies(folder, model, stored)
     check_tensors(folder, expected, stored)
     folder_notes = [
         *notes(
@@ -506,7 +506,7 @@ def module_copies(model: ModelConfig) -> Iterator[Match]:
         yield Match(f"{prefix}.shared_head.head.weight", (head,), SAME, "whole", shape)
 
 
-def _dropmodule_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
+def _drop_module_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
     """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
     original."""
     for match in module_copies(model):

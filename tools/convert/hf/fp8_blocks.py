@@ -71,15 +71,17 @@ class Blocks:
     def rows(self, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of the matrix."""
         height, width = self.block
-        first = top // height  # block that the rows begin in
-        scales = self.scales.rows(first, -(-bottom // height)).float()
+        # the row of blocks in which these rows begin, and that behind their last one
+        first_block = top // height
+        end_block = -(-bottom // height)
+        scales = self.scales.rows(first_block, end_block).float()
         if not (scales.isfinite() & (scales > 0)).all():
             raise UserError.of(
                 "convert.fp8_scale", file=self.scales.file, name=self.name, scales=SCALES
             )
         # The rows may begin and end inside of blocks.
         row_scales = scales.repeat_interleave(height, 0)
-        row_scales = row_scales[top - first * height : bottom - first * height]
+        row_scales = row_scales[top - first_block * height : bottom - first_block * height]
         values = self.codes.rows(top, bottom).float()
         # In FP32: FP8 times a scale is not exact in bf16.
         values *= row_scales.repeat_interleave(width, 1)[:, : values.shape[1]]

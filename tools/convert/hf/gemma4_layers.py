@@ -95,6 +95,7 @@ def _heads_of_layers(by_layer: Any, layers: list[int]) -> Mapping[str, int]:
 
 
 def _write(model: ModelConfig) -> Json:
+    """Return the keys of the layers with and without the window, which have other heads."""
     head_dim = model.global_head_dim or model.head_dim
     kv_heads = model.global_kv_heads or model.kv_heads
     config: Fields = {

@@ -100,6 +100,7 @@ def _letter(name: Any) -> str:
 
 
 def _write_pattern(model: ModelConfig) -> Json:
+    """Return the keys of the pattern of layers, and of the Mamba-2 mixers in it."""
     config: Fields = {
         "hybrid_override_pattern": model.hybrid_pattern,
         "num_hidden_layers": model.layers,
@@ -146,6 +147,7 @@ def _read_feed_forwards(config: ConfigKeys) -> Fields:
 
 
 def _write_feed_forwards(model: ModelConfig) -> Json:
+    """Return the keys of feed-forwards, and of experts if there are some."""
     config: Fields = {"intermediate_size": model.dense_ffn, "mlp_bias": model.mlp_bias}
     if model.experts:
         config |= {

@@ -389,6 +389,7 @@ def require(value: Any, key: str, allowed: tuple[Any, ...]) -> Any:
 
 
 def _not_allowed(key: str, value: Any, allowed: tuple[Any, ...]) -> Problem:
+    """Return the problem with a key whose value is none of those that are read."""
     alternatives = ("null" if other is None else repr(other) for other in allowed)
     return Problem.of(
         "convert.hf_only_value",

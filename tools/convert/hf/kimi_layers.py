@@ -124,6 +124,7 @@ def _delta_layers_of_table(table: Json, layers: int) -> list[int] | None:
 
 
 def _write(model: ModelConfig) -> Json:
+    """Return the keys of layers with attention and with delta nets, which are counted from 1."""
     is_delta = [layer in model.delta_layers for layer in range(model.layers)]
     table: Fields = {
         _ATTENTION_LAYERS: [layer + 1 for layer, delta in enumerate(is_delta) if not delta],

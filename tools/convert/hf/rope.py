@@ -246,8 +246,10 @@ def _scaling_keys(model: ModelConfig) -> Fields | None:
             parameters[name] = value
     if not scaling.truncate:
         parameters["truncate"] = False
-    is_proportional = scaling.kind == _PROPORTIONAL
-    return {"rope_type": scaling.kind, **parameters} if parameters or is_proportional else None
+    # proportional positions have a rope_type even where nothing else differs from the default
+    if not parameters and scaling.kind != _PROPORTIONAL:
+        return None
+    return {"rope_type": scaling.kind, **parameters}
 
 
 def _newer_parameters(model: ModelConfig) -> Fields:
@@ -329,6 +331,8 @@ def rope_by_layer(
     """
 
     def read(config: ConfigKeys) -> Fields:
+        """Return the fields of windows and of rotary positions. Layers with the window may have a
+        base of their own."""
         fields = windows.read(config)
         if window_base_key:
             window_base = config[window_base_key]
@@ -347,6 +351,7 @@ def rope_by_layer(
         return fields | rotary
 
     def write(model: ModelConfig) -> Json:
+        """Return the keys of windows and of rotary positions, by the type of layer."""
         full = _newer_parameters(model)
         windowed = full
         # Of proportional ones the class makes no table for layers with the window.
@@ -388,8 +393,8 @@ def _read_by_layer(
     else:
         fields = _fields(full, config, config["rope_theta"])
     window_fields = _fields(windowed, config, window_base, base_key="rope_local_base_freq")
-    for each in (fields, window_fields):
-        require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
+    for fields_of_type in (fields, window_fields):
+        require(fields_of_type.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
     # Without such layers, or where all turn alike, one set of fields says all.
     if not has_window or fields == window_fields:
         return fields
@@ -442,6 +447,7 @@ def by_layer_beyond_transformers_4(model_type: str) -> Callable[[ModelConfig], I
     with the window."""
 
     def yield_lines(model: ModelConfig) -> Iterator[str]:
+        """Yield what the rotary positions of a family's windowed layers cannot be."""
         if not model.window:
             return
         if model.rope_scaling.kind != "none" and not model.window_rope_base:
@@ -576,7 +582,7 @@ def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     if rope_type == "default":
         _require_nothing_else(stated)
         return {}
-    # a name of ours
+    # a name of ours, which says another thing than transformers' files
     if "query_beta" in stated:
         raise UserError.of(
             "convert.rope_key_unread",

@@ -129,7 +129,8 @@ def _three_convolutions(tensor_name: str, tensor: Stored) -> Iterator[tuple[str,
         )
     features, *others = tensor.shape
     rows = features // len(_CONVOLVED)
-    row_stride = (tensor.strides or (prod(others),))[0]
+    # in elements; a contiguous tensor has no strides
+    row_stride = prod(others) if tensor.strides is None else tensor.strides[0]
     layer = tensor_name.removesuffix(_CONVOLUTIONS)
     for number, part in enumerate(_CONVOLVED):
         start = tensor.start + number * rows * row_stride * tensor.dtype.itemsize
@@ -177,7 +178,9 @@ def stacked_rules(rules: Sequence[NameRule]) -> list[NameRule]:
         # A gate stands for gate and up, which are one tensor.
         (logical,) = rule.logical
         layer, _, module_name = module.rpartition(".")
-        experts = f"{layer}.{'mixer' if module_name == 'mixer' else 'mlp'}.experts"
+        # but for the mixers of Nemotron-H, transformers 5 has one name inside of all models
+        name_inside = "mixer" if module_name == "mixer" else "mlp"
+        experts = f"{layer}.{name_inside}.experts"
         if logical.endswith(_GATE):
             gate_up = (logical, logical.replace(".gate.weight", ".up.weight"))
             stacked.append(NameRule(f"{experts}.gate_up_proj", gate_up, EXPERTS_GATE_UP))

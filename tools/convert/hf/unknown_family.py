@@ -76,12 +76,12 @@ def nearest_family(config: Json) -> Nearest | None:
     """Return the family whose keys are most like those of a config.json; None if it does not say
     the number of layers by a name that is known. Of several the first of `FAMILIES`."""
     stated = {key: value for key, value in config.items() if value is not None}
-    candidates = [_beside(stated, name) for name in FAMILIES]
-    return min(
-        (each for each in candidates if each is not None),
-        key=lambda each: each.distance,
-        default=None,
-    )
+    candidates: list[Nearest] = []
+    for name in FAMILIES:
+        candidate = _beside(stated, name)
+        if candidate is not None:
+            candidates.append(candidate)
+    return min(candidates, key=lambda candidate: candidate.distance, default=None)
 
 
 def _beside(stated: Json, name: str) -> Nearest | None:
@@ -120,9 +120,9 @@ def _keys_of(stated: Json, name: str, foreign: dict[str, None]) -> ConfigKeys | 
         return ConfigKeys(of_family, family)
     except UserError as error:
         foreign |= dict.fromkeys(_named_in(error, stated))
-    rest = {key: value for key, value in of_family.items() if key not in foreign}
+    readable = {key: value for key, value in of_family.items() if key not in foreign}
     try:
-        return ConfigKeys(rest, family)
+        return ConfigKeys(readable, family)
     except UserError:
         return None
 

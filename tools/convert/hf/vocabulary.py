@@ -103,7 +103,7 @@ def folder_notes(folder: Path, tokenizer_files: Sequence[Path]) -> Iterator[str]
     """
     tokenizer_file = main_file(tokenizer_files)
     if tokenizer_file is None:
-        names = {each.name for each in tokenizer_files}
+        names = {settings_file.name for settings_file in tokenizer_files}
         # a checkpoint of ours at a URL has no other files
         if is_remote(folder):
             return
@@ -124,7 +124,7 @@ def folder_notes(folder: Path, tokenizer_files: Sequence[Path]) -> Iterator[str]
 def _notes_on_disagreement(tokenizer_file: Path, pieces: Path) -> Iterator[str]:
     """Yield a note if a SentencePiece model beside a tokenizer.json has other tokens."""
     try:
-        model = sentencepiece_encoder(read_whole(pieces))[1]
+        _, model = sentencepiece_encoder(read_whole(pieces))
     except RuntimeError:
         yield (
             f"{tokenizer_file} is read, not {pieces.name} beside it, which is no SentencePiece "
@@ -149,7 +149,9 @@ def stated_ids(special: Mapping[str, Any], key: str, vocab_size: int) -> list[in
     that no token has are left out."""
     value = special.get(key)
     token_ids = value if isinstance(value, list) else [value]
-    return [each for each in token_ids if type(each) is int and 0 <= each < vocab_size]
+    return [
+        token_id for token_id in token_ids if type(token_id) is int and 0 <= token_id < vocab_size
+    ]
 
 
 def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
@@ -321,7 +323,9 @@ def _as_tokenizer_json(tokenizer_file: Path) -> dict[str, Any]:
     # Bytes stand for characters that no piece has.
     byte_fallback = any(map(model.is_byte, pieces.values()))
     merges = _merges(mergeable, model)
-    added_tokens = [_added_token(model.id_to_piece(each), each) for each in sorted(special)]
+    added_tokens: list[dict[str, Any]] = []
+    for token_id in sorted(special):
+        added_tokens.append(_added_token(model.id_to_piece(token_id), token_id))
     return {
         "version": "1.0",
         "truncation": None,
@@ -401,6 +405,7 @@ def _replace(old: str, new: str) -> dict[str, Any]:
 
 
 def _added_token(content: str, token_id: int) -> dict[str, Any]:
+    """Return the entry of a special token in a tokenizer's file."""
     return {
         "id": token_id,
         "content": content,
@@ -425,8 +430,12 @@ def _merges(mergeable: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
         return mergeable[left], mergeable[right]
 
     for piece in sorted(mergeable, key=best_first):
-        halves = [(piece[:end], piece[end:]) for end in range(1, len(piece))]
-        pairs = [pair for pair in halves if pair[0] in mergeable and pair[1] in mergeable]
+        pairs: list[tuple[str, str]] = []
+        for end in range(1, len(piece)):
+            left = piece[:end]
+            right = piece[end:]
+            if left in mergeable and right in mergeable:
+                pairs.append((left, right))
         yield from sorted(pairs, key=ids_of)
 
 

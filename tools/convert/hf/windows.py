@@ -21,16 +21,9 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
     """
 
     def read(config: ConfigKeys) -> Fields:
-        # Newer files list the layers; the pattern is of older ones.
+        """Return which layers have the window, by their list or by the period of a pattern."""
         period = config[pattern] if isinstance(pattern, str) else pattern
-        layers = config["num_hidden_layers"]
-        types = config["layer_types"]
-        if types is not None:
-            has_window = _layers_with_window(types, layers)
-        elif isinstance(period, int) and period > 0:
-            has_window = [bool((number + 1) % period) for number in range(layers)]
-        else:
-            raise UserError.of("convert.hf_window_pattern", pattern=period)
+        has_window = _layers_by_list_or_period(config, period)
         return _required_fields(has_window, _window(config))
 
     def write(model: ModelConfig) -> Json:
@@ -43,6 +36,7 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
 
 
 def _read_of_all(config: ConfigKeys) -> Fields:
+    """Return the window of a family in which all layers have the same."""
     window = _window(config)
     # transformers does not read it in these families
     if config.has("use_sliding_window"):
@@ -108,17 +102,11 @@ def _read_exaone4(config: ConfigKeys) -> Fields:
     """Return the window of EXAONE 4 and its layers. If there is one, the other layers have no
     rotary positions."""
     window = _window(config)
-    layers = config["num_hidden_layers"]
-    types = config["layer_types"]
     period = config["sliding_window_pattern"]
-    if types is not None:
-        has_window = _layers_with_window(types, layers)
-    elif not window:
-        has_window = [False] * layers
-    elif isinstance(period, int) and period > 0:
-        has_window = [bool((number + 1) % period) for number in range(layers)]
+    if config["layer_types"] is None and not window:
+        has_window = [False] * config["num_hidden_layers"]
     else:
-        raise UserError.of("convert.hf_window_pattern", pattern=period)
+        has_window = _layers_by_list_or_period(config, period)
     fields = _required_fields(has_window, window)
     if not window:
         return {**fields, "nope_layers": ()}
@@ -130,15 +118,7 @@ def _read_exaone4(config: ConfigKeys) -> Fields:
 def _read_cohere2(config: ConfigKeys) -> Fields:
     """Return the window of Cohere 2 and its layers, which alone have rotary positions."""
     window = _window(config)
-    layers = config["num_hidden_layers"]
-    types = config["layer_types"]
-    period = config["sliding_window_pattern"]
-    if types is not None:
-        has_window = _layers_with_window(types, layers)
-    elif isinstance(period, int) and period > 0:
-        has_window = [bool((number + 1) % period) for number in range(layers)]
-    else:
-        raise UserError.of("convert.hf_window_pattern", pattern=period)
+    has_window = _layers_by_list_or_period(config, config["sliding_window_pattern"])
     # null leaves them without a window, and so without positions
     if not window or not any(has_window):
         raise UserError.of("convert.hf_no_positions_at_all", window=window or "null")
@@ -187,6 +167,7 @@ def _write_smollm3(model: ModelConfig) -> Json:
 
 
 def _write_dots1(model: ModelConfig) -> Json:
+    """Return the keys of a window that the layers from one on have."""
     if not model.window:
         return {"sliding_window": None, "max_window_layers": model.layers}
     first = min(model.window_layers, default=0)
@@ -205,6 +186,7 @@ def _read_qwen2_moe(config: ConfigKeys) -> Fields:
 
 
 def _read_qwen3_moe(config: ConfigKeys) -> Fields:
+    """Return the window, which all layers have if it is switched on."""
     window = _window(config) if config["use_sliding_window"] else 0
     config.mark_read("sliding_window", "max_window_layers")
     require_layers_alike(config, window, config["num_hidden_layers"])
@@ -276,6 +258,18 @@ def window_fields(has_window: list[bool], window: int) -> Fields:
         return {"window": window, "window_layers": ()}
     window_layers = tuple(number for number, has in enumerate(has_window) if has)
     return {"window": window, "window_layers": window_layers}
+
+
+def _layers_by_list_or_period(config: ConfigKeys, period: Any) -> list[bool]:
+    """Return for each layer whether it has the window. Newer files list the layers; in older ones
+    the last layer of each period has none. Raises UserError."""
+    layers = config["num_hidden_layers"]
+    types = config["layer_types"]
+    if types is not None:
+        return _layers_with_window(types, layers)
+    if not isinstance(period, int) or period < 1:
+        raise UserError.of("convert.hf_window_pattern", pattern=period)
+    return [(layer + 1) % period != 0 for layer in range(layers)]
 
 
 def _layers_with_window(types: list[Any], layers: int) -> list[bool]:

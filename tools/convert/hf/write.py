@@ -70,8 +70,9 @@ class _Writer:
     ) -> None:
         self.source = source
         self.matches = matches(rules, source.model)
-        # Modules of multi-token prediction have copies of embedding and head of their own.
+        # numbers beside the weights, by their match
         self.constants = dict(constants(source.model, model_type_of(source.model)))
+        # Modules of multi-token prediction have copies of embedding and head of their own.
         self.copies = [*module_copies(source.model), *self.constants]
         self.dtype_of = {
             match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
@@ -106,7 +107,7 @@ class _Writer:
                 match.foreign,
                 keys=tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
                 join=bind(match.join, sizes),
-                locations=tuple(locations[each] for each in (match, *copies)),
+                locations=tuple(locations[copy] for copy in (match, *copies)),
                 # Piece by piece only into one place: `convert` reads a piece once.
                 straight=match.how is SAME and not copies,
             )

@@ -209,8 +209,10 @@ def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
     padded = arguments.get("padded_vocab_size")
     if vocab and padded and padded < vocab:
         raise UserError.of("convert.megatron_vocab", padded=padded, vocab=vocab)
+    # a number, or a list with one for each layer
     no_rope = arguments.get("no_rope_freq")
-    if any(no_rope) if isinstance(no_rope, list | tuple) else no_rope:
+    has_unrotated = any(no_rope) if isinstance(no_rope, list | tuple) else bool(no_rope)
+    if has_unrotated:
         raise UserError.of("convert.megatron_no_rope", no_rope=no_rope)
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         raise UserError.of("convert.megatron_qk_norm")

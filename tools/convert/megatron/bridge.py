@@ -124,7 +124,9 @@ def _activation(fields: Mapping[str, Any]) -> str | None:
     function = _function(fields["activation_func"])
     if not isinstance(function, str):
         return None
-    return _ACTIVATIONS.get(function, function if function in _ACTIVATIONS.values() else None)
+    if function in _ACTIVATIONS.values():  # it is Megatron's word already
+        return function
+    return _ACTIVATIONS.get(function)
 
 
 def _function(value: Any) -> Any:

@@ -192,13 +192,14 @@ def merge_chunks(
 def _find_spelling(
     tensor_name: str, tensors: Mapping[str, Chunked], model: ModelConfig
 ) -> tuple[tuple[str, ...], tuple[StackIndex, ...]] | None:
-    """Return under which names the tensor is there, one or those of its parts, and which of those
-    stacked in it."""
+    """Return the name under which the checkpoint has the tensor, or the names of its parts, and
+    which of the tensors that are stacked under that name it is. None if the checkpoint lacks it."""
     for spelling in _spellings(tensor_name, model):
+        whole = (spelling.name,)
         gate_and_up = (f"{spelling.name}_w", f"{spelling.name}_v")
         sections = _section_names(spelling.name)
-        for names in ((spelling.name,), gate_and_up, sections):
-            if names and all(tensor_name in tensors for tensor_name in names):
+        for names in (whole, gate_and_up, sections):
+            if names and all(name in tensors for name in names):
                 return names, spelling.indices
     return None
 
@@ -251,6 +252,7 @@ def _unstack(checkpoint: Path, tensor: Chunked, indices: tuple[StackIndex, ...])
         )
     chunks = []
     for offset, stored in tensor.chunks:
+        # the first dims are those that stack tensors; the others are the tensor's own
         stacked_dims = zip(indices, offset, strict=False)
         in_chunk = [index.number - start for index, start in stacked_dims]
         # Chunks of other layers or experts do not hold this tensor.

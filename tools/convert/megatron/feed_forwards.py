@@ -231,6 +231,7 @@ def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments that say which layers have experts, and how wide they are."""
     frequency: int | list[int] = 1
     if model.dense_layers:
         frequency = [int(layer not in model.dense_layers) for layer in range(model.layers)]
@@ -244,6 +245,7 @@ def _expert_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _router_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of the router."""
     router = model.router
     # None is what the args say without groups.
     has_groups = router.groups > 1

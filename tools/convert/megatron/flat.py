@@ -153,6 +153,7 @@ def flat_state(
     for number, optimizer_state in enumerate(states):
         if optimizer_state is None:
             continue  # another rank has it
+        # a rank has one optimizer, or a second one for its experts
         optimizer = number if len(states) > 1 else None
         buffers = list(_buffers_of_rank(rank_file, optimizer, shared))
         flats = list(_flats(rank_file, optimizer_state))
@@ -226,7 +227,8 @@ def _buffers_of_rank(
     for number, chunk in enumerate(rank_file.chunks):
         parameters = []
         for tensor_name, stored in chunk.items():
-            in_optimizer = optimizer is None or is_expert(tensor_name) == bool(optimizer)
+            is_of_experts = optimizer == 1
+            in_optimizer = optimizer is None or is_expert(tensor_name) == is_of_experts
             if not is_trained(tensor_name) or not in_optimizer:
                 continue
             elements = prod(stored.shape)
@@ -255,8 +257,8 @@ def _bucket_size(rank_file: RankFile, arguments: Mapping[str, Any], stage: int) 
 
 
 def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str, int], int]:
-    """Return the start of each parameter in its buffer, and the length of the buffer without the
-    padding of bucket ends.
+    """Return the start of each parameter in its buffer, in elements, and the length of the buffer
+    without the padding of bucket ends.
     """
 
     def is_full(_: int, elements: int) -> bool:
@@ -416,10 +418,11 @@ def _ranks(flat_layout: FlatLayout) -> Iterator[_OptimizerRank]:
         yield _OptimizerRank(0, number, local, part=tp, expert_part=tp % sizes.expert_tp)
     if not separate_experts:
         return
-    count = flat_layout.model.experts // sizes.ep
+    experts_per_rank = flat_layout.model.experts // sizes.ep
     numbers = product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp))
     for pp, ep, tp in numbers:
-        local_experts = range(ep * count, (ep + 1) * count)
+        first_expert = ep * experts_per_rank
+        local_experts = range(first_expert, first_expert + experts_per_rank)
         local = [_select_experts(stage, local_experts) for stage in stages[pp :: sizes.pp]]
         number = (pp * sizes.ep + ep) * sizes.expert_tp + tp
         # Nothing but experts is in this optimizer, so `part` is of nothing.
@@ -470,6 +473,7 @@ def _buffers(
 
 
 def _lay_out(flat_layout: FlatLayout, tensor_name: str, parameter: Registered) -> Parameter:
+    """Return a parameter as it lies in the flat buffers of its rank."""
     elements = sum(prod(_local_shape(flat_layout, match)) for match in parameter.matches)
     # Its gradient is reduced over two stages besides, so it shares no bucket.
     sizes = sizes_of(flat_layout.args)
@@ -491,8 +495,8 @@ def _buckets(
     buffer: Sequence[Parameter],
     flats_of_buckets: Sequence[Mapping[str, _Flat]],
 ) -> list[Bucket]:
-    """Return the buckets of a buffer, which end where what was saved of them ends: any size of
-    theirs will do."""
+    """Return the buckets of a buffer, each as long as what was saved of it: the size after which
+    Megatron began a new one need not be known. UserError if parameters do not fill them so."""
     kinds = set(FLAT.values())
     if any(flats.keys() != kinds for flats in flats_of_buckets):
         raise _unknown_layout(flat_layout)

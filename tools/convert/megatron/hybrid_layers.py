@@ -138,20 +138,21 @@ def allocated(layers: int, attention_ratio: float, mlp_ratio: float) -> str:
 
 
 def _placed(letters: list[str], letter: str, run: float) -> list[str]:
-    """Return the letters with another in the place of some mixers.
+    """Return the letters with `letter` in the place of some mixers.
 
-    run: how many mixers stay before each.
+    run: how many mixers stay before each, on average. It may have a fraction, which is carried over
+        to the next run.
     """
     placed = [*letters]
-    left = run
+    mixers_left = run  # of the present run
     for number, before in enumerate(letters):
         if before != "M":
             continue
-        if left < 0.5:
+        if mixers_left < 0.5:
             placed[number] = letter
-            left += run
+            mixers_left += run
         else:
-            left -= 1
+            mixers_left -= 1
     return placed
 
 

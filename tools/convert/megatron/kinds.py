@@ -79,6 +79,7 @@ def require_kinds(args: Mapping[str, Any]) -> None:
 
 
 def _wrong_kinds(args: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each argument whose value is of another kind."""
     for key, given in args.items():
         # with `nargs` Megatron-LM keeps one value as a list
         single = key in LISTS and isinstance(given, list | tuple) and len(given) == 1

@@ -52,7 +52,8 @@ def optimizer_state(
         return {}
     trained = [match for match in expected if is_trained(match.foreign)]
     names = {match.foreign for match in trained}
-    first_chunk = next(iter(states.values()))[0]
+    chunks_of_first = next(iter(states.values()))
+    first_chunk = chunks_of_first[0]
     merged_by_kind = {}
     for kind in sorted(first_chunk):
         tensors_of = partial(_tensors_of_kind, states, kind)

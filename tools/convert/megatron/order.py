@@ -77,8 +77,8 @@ def unknown_order_setting(arguments: Mapping[str, Any]) -> str:
 def stages_of(
     expected: Sequence[Match], arguments: Mapping[str, Any], model: ModelConfig
 ) -> list[list[Match]]:
-    """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the
-    second of all.
+    """Return the tensors of each virtual stage, with all experts: the first stage of every rank,
+    then the second of every rank, and so on.
 
     The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of
     multi-token prediction is there twice. Empty if the args describe no such stages.
@@ -133,8 +133,8 @@ def _layers_per_stage(arguments: Mapping[str, Any], layers: int) -> list[int]:
         if count is not None:
             stated[rank] = count
     # An embedding or a loss may count as a layer.
-    embedding_layers = int(bool(arguments.get("account_for_embedding_in_pipeline_split")))
-    loss_layers = int(bool(arguments.get("account_for_loss_in_pipeline_split")))
+    embedding_layers = 1 if arguments.get("account_for_embedding_in_pipeline_split") else 0
+    loss_layers = 1 if arguments.get("account_for_loss_in_pipeline_split") else 0
     # What is left for ranks of which nothing is stated, in equal numbers.
     unstated = layers + embedding_layers + loss_layers - sum(stated.values())
     evenly = unstated // max(1, sizes.pp - len(stated))

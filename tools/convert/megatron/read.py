@@ -430,7 +430,8 @@ def _notes_on_files(rank_files: RankFiles) -> Iterator[str]:
     distinct: dict[PerAxis, list[dict[str, Stored]]] = {}
     for rank, file in rank_files.files.items():
         # Ranks of one ep axis hold the same by design if their stage has no experts.
-        if not any(any(map(is_expert, chunk)) for chunk in file.chunks):
+        has_experts = any(is_expert(name) for chunk in file.chunks for name in chunk)
+        if not has_experts:
             rank = rank._replace(ep=0)
         distinct.setdefault(rank, file.chunks)
     yield from notes_on_copies(rank_files.path, distinct)

@@ -103,8 +103,8 @@ def _plain_yarn(arguments: Args, fraction: float) -> dict[str, Any]:
 
 
 def _yarn(arguments: Args, prefix: str, truncate: bool) -> dict[str, Any]:
-    """Return YaRN's scaling. With other mscales than ours has words for, the factor of features is
-    given itself.
+    """Return YaRN's scaling. Where our mscale and mscale_all_dim cannot say what theirs do,
+    attention_factor says it.
 
     prefix: of the arguments that only one kind of attention has.
     """
@@ -133,6 +133,7 @@ def _yarn(arguments: Args, prefix: str, truncate: bool) -> dict[str, Any]:
 
 
 def _yarn_factor(arguments: Args) -> float:
+    """Return the factor of YaRN. Raises UserError if it is missing, or below 1."""
     if arguments.get("rotary_scaling_factor") is None:
         # The argument that says YaRN.
         key = "position_embedding_type"

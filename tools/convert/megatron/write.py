@@ -245,6 +245,7 @@ class _Writer:
             yield self._local(HEAD, embedding)
 
     def _local(self, tensor_name: str, name_match: Match) -> _LocalTensor:
+        """Return a tensor as a rank's file has it. Raises UserError if the ranks cannot cut it."""
         ranks = self._ranks(name_match)
         try:
             shape = part_shape(name_match.shape, name_match.cut, ranks, self.padded)

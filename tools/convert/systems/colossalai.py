@@ -55,7 +55,7 @@ def open_colossalai(checkpoint: Path) -> Source:
 def _unread(checkpoint: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
     parent = checkpoint.parent if checkpoint.name == MODELING else checkpoint
-    names = [file.name for folder in (checkpoint, parent) for file in folder.iterdir()]
+    names = [file.name for file in (*checkpoint.iterdir(), *parent.iterdir())]
     unread = []
     if any(OPTIMIZER.fullmatch(name) for name in names) or (parent / "optimizer").exists():
         unread.append("the optimizer's state")

@@ -184,15 +184,16 @@ def _prefix(checkpoint: Path, names: Iterable[str]) -> str:
             "convert.dcp_no_model", path=checkpoint, embeddings=", ".join(_EMBEDDINGS)
         )
     if len(prefixes) > 1:
-        found = " and ".join(prefixes.values())
-        raise UserError.of("convert.dcp_several_models", path=checkpoint, names=found)
+        embeddings = " and ".join(prefixes.values())
+        raise UserError.of("convert.dcp_several_models", path=checkpoint, names=embeddings)
     return next(iter(prefixes))
 
 
 def _subject(saved_name: str) -> str:
     """Return the words for a tensor that is not read."""
     parts = saved_name.split(".")
-    if any(part.startswith("optim") for part in parts[:2]) or parts[0] in ("state", "param_groups"):
+    is_in_optimizer = any(part.startswith("optim") for part in parts[:2])
+    if is_in_optimizer or parts[0] in ("state", "param_groups"):
         return "the optimizer's state"
     return parts[0]
 
@@ -240,8 +241,10 @@ def _hugging_face(
     for name, tensor in with_usual_prefix(text_weights, described.model_type).items():
         if not name.endswith(BUFFERS):
             weights[published_name(name, described.model_type)] = tensor
+    # rotary partners are halves of a head, and not neighbours
     in_halves = described.config.get("rope_interleave", True) is False
-    rules = (IN_HALVES if in_halves else HUGGING_FACE)[described.model_type]
+    tables = IN_HALVES if in_halves else HUGGING_FACE
+    rules = tables[described.model_type]
     # Its published files stack experts too, and the name table knows them.
     if described.model_type == "gpt_oss":
         return rules, weights

@@ -174,7 +174,10 @@ def _read_ranks(checkpoint: Path) -> InternEvoRankFiles:
 
 def _count_ranks(names: Sequence[str]) -> RankAxes:
     """Return how many ranks there are, of which files of topology and optimizers tell too."""
-    ranks = [_rank_of(match) for file_name in names if (match := RANK.fullmatch(file_name))]
+    ranks: list[RankAxes] = []
+    for file_name in names:
+        if match := RANK.fullmatch(file_name):
+            ranks.append(_rank_of(match))
     return RankAxes(*count_ranks(ranks))
 
 
@@ -249,7 +252,7 @@ def _distinct_ranks(rank_files: InternEvoRankFiles) -> dict[RankAxes, Chunks]:
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
     distinct: dict[RankAxes, Chunks] = {}
     for rank_axes, chunks in rank_files.chunks.items():
-        has_layers_alone = all(all(map(LAYER.match, chunk)) for chunk in chunks)
+        has_layers_alone = all(LAYER.match(name) for chunk in chunks for name in chunk)
         if rank_files.weight_parallel and has_layers_alone:
             rank_axes = rank_axes._replace(tp=0)
         distinct.setdefault(rank_axes, chunks)
@@ -297,11 +300,9 @@ def _feed_forward(
         raise UserError.of("convert.internevo_not_internlm", path=checkpoint, export=EXPORT)
     # Only a width other than hidden tells the closing layer from the others.
     if shapes["w2"] == shapes["w3"]:
+        shape = [*shapes["w2"][0]]
         raise UserError.of(
-            "convert.internevo_feed_forward",
-            path=checkpoint,
-            w2=list(shapes["w2"][0]),
-            export=EXPORT,
+            "convert.internevo_feed_forward", path=checkpoint, w2=shape, export=EXPORT
         )
     width = sum(shape[0] for shape in shapes["w1"])
     if shapes["w3"] == shapes["w1"]:

@@ -372,6 +372,7 @@ def model_of(config: Mapping[str, Any], vocab: int | None, origin: str) -> Model
 
 
 def _refuse_others(config: Mapping[str, Any], origin: str) -> None:
+    """Raise UserError for a model that is not known here, with a line for each key that says so."""
     target = config.get("_target_")
     if not isinstance(target, str) or not target.startswith(MODULES):
         raise UserError.of(
@@ -430,6 +431,7 @@ def _problems_of_layers(spec: Any, origin: str) -> Iterator[Problem]:
 
 
 def _norm(config: Mapping[str, Any], origin: str) -> str:
+    """Return the kind of norm. Raises UserError for another."""
     norms = {"RMSNorm": "rms", "LayerNorm": "layer"}
     if config["normalization"] not in norms:
         raise UserError.of(

@@ -13,7 +13,7 @@ for w1 (gate), w3 (up) and w2 (down), whose names got the letters of their dimen
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +69,10 @@ class VersionSpelling:
         """Return the spelling of a checkpoint with these names."""
         head = next((head for head in HEADS if head in names), HEADS[0])
         has_module = any(".attention.qkv_linear." in name for name in names)
-        experts = next(filter(None, map(_EXPERTS.fullmatch, names)), None)
-        bias = next(filter(None, map(_BIAS.fullmatch, names)), None)
+        experts = _first_match(_EXPERTS, names)
+        bias = _first_match(_BIAS, names)
         suffixes = dict.fromkeys(_PARTS, "")
+        # the dimensions of experts, features out and in: E, F and D
         if experts and experts[2]:
             suffixes = {"w1": "_EFD", "w2": "_EDF", "w3": "_EFD"}
         return cls(
@@ -84,7 +85,17 @@ class VersionSpelling:
         )
 
 
+def _first_match(pattern: re.Pattern[str], names: Iterable[str]) -> re.Match[str] | None:
+    """Return the match of the first name that matches a pattern as a whole; None if none does."""
+    for name in names:
+        if match := pattern.fullmatch(name):
+            return match
+    return None
+
+
 def _model_name(names: Collection[str]) -> str:
+    """Return torchtitan's name of the model that has tensors of these names."""
+
     def has(part: str) -> bool:
         return any(part in name for name in names)
 

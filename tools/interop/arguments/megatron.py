@@ -532,16 +532,17 @@ class Refused:
 
 
 def _argument(row: str) -> Argument:
-    """Return the argument that a row of the tables above describes."""
+    """Return the argument that a row of the tables above describes: its name, its kind with the
+    default, and the keys of a run file."""
     names, described, *keys = row.split()
     name, _, kept = names.partition(">")
     kept = kept or name
     form: Form = "values" if "*" in described else "value"
     kind, _, text = described.replace("*", "").partition("=")
-    if kind.rstrip("?") in _FLAGS:
-        flag = kind.rstrip("?")
+    flag = kind.rstrip("?")
+    if flag in _FLAGS:
         default = None if kind.endswith("?") else not _FLAGS[flag]
-        return Argument(name, kept, flag, "flag", default, tuple(keys), (), ())
+        return Argument(name, kept, flag, "flag", default, tuple(keys), choices=(), foreign=())
     choices = tuple[str, ...]()
     foreign = tuple[str, ...]()
     default: Any = NUMBERS.get(kind, str)(text) if text else None

@@ -52,14 +52,13 @@ class SettingsTree:
 
     def _follow_interpolations(self) -> None:
         """Put what OmegaConf's `${a.b}` names in its place, if that is a single value."""
+        no_single_values = Fields | PlainSequence | UnknownValue
         for tree in self.trees:
             for key, entry in tree.entries.items():
                 text = entry.value.text if isinstance(entry.value, UnknownValue) else ""
                 match = PATH.fullmatch(text)
                 named = find(self.table, match[1]) if match else None
-                if named is not None and not isinstance(
-                    named.value, Fields | PlainSequence | UnknownValue
-                ):
+                if named is not None and not isinstance(named.value, no_single_values):
                     tree.entries[key] = named
 
 
@@ -104,7 +103,8 @@ class _Builder:
         return call
 
     def number(self) -> int:
-        """Return the number of the next value or key. Raises TooLarge."""
+        """Return the number of the next value or key: negative, so that it is never the id of a
+        syntax node of a Python file. Raises TooLarge."""
         self.count += 1
         if self.count > MOST_VALUES:
             raise TooLarge

@@ -92,9 +92,10 @@ class Findings:
         self.settings.append(settings)
 
     def settle(self) -> dict[str, Known]:
-        """Return the keys that count for each table."""
+        """Return the keys that count for each table. Two places that set a table, or a key,
+        differently are refused."""
         tables = dict[str, Known]()
-        first = dict[str, FoundSettings]()
+        first = dict[str, FoundSettings]()  # that set each table
         # what completes others comes after them
         for settings in sorted(self.settings, key=lambda settings: settings.completes):
             known = self._known(settings)
@@ -105,17 +106,21 @@ class Findings:
                 first[settings.table] = settings
             elif _values(known) != _values(tables[settings.table]):
                 other = first[settings.table]
-                lines = ", ".join(f"{one.name} in line {one.line}" for one in (other, settings))
-                text = f"a second one, and they differ: {lines}; keep one of them in the file"
+                places = (
+                    f"{other.name} in line {other.line}, {settings.name} in line {settings.line}"
+                )
+                text = f"a second one, and they differ: {places}; keep one of them in the file"
                 self.refuse(settings.line, text)
         return tables
 
     def _complete(self, known: Known, more: Known, settings: FoundSettings) -> None:
+        """Add the keys of `more`, which are those of `settings`; one that `known` has with another
+        value is refused."""
         for key, (value, entry) in more.items():
-            first, place = known.setdefault(key, (value, entry))
-            if first != value:
+            first_value, first_entry = known.setdefault(key, (value, entry))
+            if first_value != value:
                 name = _named(settings, key)
-                lines = f"{first} in line {place.line}, {value} in line {entry.line}"
+                lines = f"{first_value} in line {first_entry.line}, {value} in line {entry.line}"
                 self.refuse(entry.line, f"{name} is given twice: {lines}; keep one of them")
 
     def _known(self, settings: FoundSettings) -> Known:
@@ -129,6 +134,7 @@ class Findings:
         return known
 
     def _left_open(self, settings: FoundSettings, key: str, entry: DictEntry, why: str) -> Known:
+        """Note or refuse a key whose value is not known; return what stands for it, if anything."""
         name = _named(settings, key)
         whole = f"precision.{settings.table}.{key}"
         if key in OPEN_KEYS | LAYOUT_KEYS:

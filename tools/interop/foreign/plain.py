@@ -195,6 +195,8 @@ def _of_symbol(symbol: Symbol) -> str:
 
 
 def _of_entries(entries: Mapping[str, DictEntry]) -> dict[str, Any]:
+    """Return entries as plain data, with UNKNOWN for those of OPEN_KEYS that are not known. Raises
+    Unreadable for any other, by its key."""
     content = dict[str, Any]()
     for key, entry in entries.items():
         try:

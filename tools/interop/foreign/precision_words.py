@@ -114,7 +114,11 @@ class Mention:
 
 
 def _vocabulary() -> frozenset[str]:
-    kinds = [TorchGradScaler, *(kind for module in DIALECTS for kind in vars(module).values())]
+    """Return the keys of the five systems' dialects, in small letters, without those that mean
+    other things elsewhere."""
+    kinds: list[object] = [TorchGradScaler]
+    for module in DIALECTS:
+        kinds += vars(module).values()
     names = {"mixed_precision_config", "neuronx_distributed_config", "naiveampmodel"}
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Keys):
@@ -125,7 +129,14 @@ def _vocabulary() -> frozenset[str]:
 
 
 VOCABULARY = _vocabulary()
-_TRIGRAMS = {name: {name[i : i + 3] for i in range(len(name) - 2)} for name in VOCABULARY}
+
+
+def _trigrams(name: str) -> set[str]:
+    """Return all three neighbouring letters of a name."""
+    return {name[i : i + 3] for i in range(len(name) - 2)}
+
+
+_TRIGRAMS = {name: _trigrams(name) for name in VOCABULARY}
 
 
 @lru_cache(maxsize=4096)
@@ -141,9 +152,11 @@ def bears_on_precision(name: str) -> bool:
 
 
 def _may_be_misspelt(name: str) -> bool:
-    parts = {name[i : i + 3] for i in range(len(name) - 2)}
-    likely = [word for word, own in _TRIGRAMS.items() if 2 * len(parts & own) >= len(own)]
-    return bool(get_close_matches(name, likely, n=1, cutoff=0.86))
+    """Return True for a name that is similar to one of the vocabulary."""
+    trigrams = _trigrams(name)
+    # The comparison is slow, so it is made with words alone that share half of their trigrams.
+    candidates = [word for word, own in _TRIGRAMS.items() if 2 * len(trigrams & own) >= len(own)]
+    return bool(get_close_matches(name, candidates, n=1, cutoff=0.86))
 
 
 def shortened(node: ast.AST, longest: int = 100) -> str:
@@ -176,6 +189,8 @@ def _is_of_other_numbers(fields: Fields) -> bool:
 
 
 def _call_bears_on_precision(call: Call) -> bool:
+    """Return True for a call that may set a precision: of a function that is about it, of a cast to
+    one of the dtypes, and of what may set anything."""
     function = call.function
     arguments = [shown(entry.value).removeprefix("torch.") for entry in positional(call)]
     if function.last in ("to", "type"):

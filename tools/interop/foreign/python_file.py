@@ -138,6 +138,8 @@ class PythonFile:
                 self._read_parts(part)
 
     def _statement(self, node: ast.stmt) -> None:
+        """Follow a statement. What stands behind one that may leave its function or loop depends on
+        it."""
         guard = self._guard
         match node:
             case ast.ImportFrom(names=[ast.alias(name="*")]):
@@ -286,7 +288,8 @@ class PythonFile:
         return self._not_evaluated(node)
 
     def _not_evaluated(self, node: ast.AST) -> Any:
-        """Read the parts of an expression of another kind, whose value is not known."""
+        """Read the parts of an expression of another kind; return its value if that is clear from
+        the text, as of -1, or an unknown one."""
         # what is in it may run or not: `x if a else y`, `a or b`, a comprehension, a lambda
         guard = self._guard
         self._guard = guard or _quoted(node)
@@ -344,9 +347,8 @@ class PythonFile:
             symbol = Symbol(f"{base.name}.{name}", base.imported)
             is_environment = symbol.name == "os.environ"
             return self.names.get("os.environ") if is_environment else symbol
-        if name == "__dict__" or (
-            isinstance(base, PlainDict | PlainSequence) and name not in READING_METHODS
-        ):
+        is_container = isinstance(base, PlainDict | PlainSequence)
+        if name == "__dict__" or (is_container and name not in READING_METHODS):
             self._doubt(base, f"{_quoted(node)} may change it")
         if not isinstance(base, Call):
             why = getattr(base, "why", "is not known")
@@ -357,9 +359,9 @@ class PythonFile:
         if isinstance(part, Fields):
             part.used = part.used or base.used
             part.doubt = part.doubt or base.doubt
-        return (
-            part if isinstance(part, Fields | PlainSequence) else _unknown(node, "is not followed")
-        )
+        if isinstance(part, Fields | PlainSequence):
+            return part
+        return _unknown(node, "is not followed")
 
     def _item(self, node: ast.Subscript, base: Any, key: Any) -> Any:
         """Return an item of a known dict."""
@@ -375,6 +377,8 @@ class PythonFile:
         return _unknown(node, getattr(base, "doubt", "") or "is not known")
 
     def _dict(self, node: ast.Dict) -> PlainDict:
+        """Return the value of a dict that is written out, in doubt if one of its keys is not
+        known."""
         table = PlainDict(line=node.lineno)
         self._register(table)
         for key_node, value_node in zip(node.keys, node.values, strict=True):
@@ -447,7 +451,8 @@ class PythonFile:
             # attributes that it sets are refused there, by their names
             return [value for value in given if isinstance(value, PlainDict)]
         if name.startswith(CHANGING_FUNCTIONS):
-            return given[:1]
+            first = given[0]
+            return [first]
         if isinstance(called, ast.Attribute) and called.attr.startswith(CHANGING_METHODS):
             return [self.value(called.value)]
         return []

@@ -71,6 +71,7 @@ class Gatherer:
         self._refuse_parts()
 
     def _add(self, table: str, fields: dict[str, DictEntry], call: Call, completes: bool) -> None:
+        """Add the settings that a call makes. completes: see `Maker`."""
         name = f"{call.function.last}(...)"
         if call.doubt:
             fields[ATTRIBUTES] = DictEntry(call, call.line)
@@ -79,13 +80,17 @@ class Gatherer:
     # calls
 
     def _call(self, call: Call) -> None:
+        """Read a call of a class or function of a system; refuse one of its name that comes from
+        another package."""
         last = call.function.last
         maker, elsewhere = maker_of(call.function)
+        usual_maker = next(iter(MAKERS.get(last, ())), None)
+        is_strict = usual_maker is not None and usual_maker.strict
         if last == "set_fp32_attr_to_module":
             self.findings.take(DictEntry(call))
             why = "a mark in a model of your own counts when the model is made"
             self.findings.note(call.line, f"{call.text}: {why}; precision.keep_fp32 says it of any")
-        elif elsewhere and MAKERS[last][0].strict:
+        elif elsewhere and is_strict:
             self.findings.take(DictEntry(call))
             why = f"{last} comes from {elsewhere}: what it does is not known here; {RUN_FILE}"
             self.findings.refuse(call.line, why)
@@ -114,6 +119,8 @@ class Gatherer:
         or None."""
         self.findings.take(entry)
         for value in items_of(entry.value):
+            # the arguments of a call that makes a table are read where it is made
+            maker, _ = maker_of(value.function) if isinstance(value, Call) else (None, "")
             if value is None:
                 text = f"{name} = None of {holder.function.last}(...)"
                 self.left_out.append((table, entry.line, text))
@@ -127,7 +134,7 @@ class Gatherer:
                 else:
                     fields = {key: replace(entry, value=value)}
                 self._add(whole, fields, holder, completes=table == FP16)
-            elif not isinstance(value, Call) or maker_of(value.function)[0] is None:
+            elif maker is None:
                 fields = {f"argument {name}": replace(entry, value=value)}
                 self._add(table, fields, holder, completes=False)
 
@@ -202,28 +209,30 @@ class Gatherer:
     def _clipping(self) -> None:
         """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)`, torch's function."""
         tables = {settings.table for settings in self.findings.settings}
+        if tables.isdisjoint({SMP_POLICY, SMP_POLICY2}):
+            return
         for call in self.calls:
-            if call.function.last == "clip_grad_norm_" and tables & {SMP_POLICY, SMP_POLICY2}:
-                is_torchs = call.function.name.endswith("utils.clip_grad_norm_")
-                order = ("parameters", "max_norm") if is_torchs else ("max_norm",)
-                limit = fields_of(call, order).get("max_norm")
-                self.findings.take(DictEntry(call))
-                if limit is not None:
-                    # a gradient is clipped in a step that is taken, whatever the condition
-                    keys = {"max_grad_norm": limit}
-                    self.findings.add(
-                        FoundSettings("smp", keys, call.line, call.text, completes=True)
-                    )
+            if call.function.last != "clip_grad_norm_":
+                continue
+            is_torchs = call.function.name.endswith("utils.clip_grad_norm_")
+            order = ("parameters", "max_norm") if is_torchs else ("max_norm",)
+            limit = fields_of(call, order).get("max_norm")
+            self.findings.take(DictEntry(call))
+            if limit is not None:
+                # a gradient is clipped in a step that is taken, whatever the condition
+                keys = {"max_grad_norm": limit}
+                self.findings.add(FoundSettings("smp", keys, call.line, call.text, completes=True))
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
         in another file."""
         for system, what in WITH_DTYPE.items():
-            settings = [one for one in self.findings.settings if one.system == system]
-            whole = [one for one in settings if one.table in (system, "nemo.v1")]
-            if settings and all(one.completes for one in whole):
+            of_system = [found for found in self.findings.settings if found.system == system]
+            with_dtype = [found for found in of_system if found.table in (system, "nemo.v1")]
+            if of_system and all(found.completes for found in with_dtype):
+                first = of_system[0]
                 why = f"{what}, which says the dtype, is not in this file: give both in one"
-                self.findings.refuse(settings[0].line, f"{settings[0].name}: {why}")
+                self.findings.refuse(first.line, f"{first.name}: {why}")
 
 
 def _keys_of(call: Call, maker: Maker, fields: Mapping[str, DictEntry]) -> dict[str, DictEntry]:

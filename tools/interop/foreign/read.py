@@ -44,7 +44,7 @@ class Foreign:
 
 
 def read_foreign(path: Path, given: Collection[str] = ()) -> Foreign:
-    """Read the precision settings of a file.
+    """Return the precision settings of a file.
 
     given: keys that are set elsewhere, whose values the file may leave open. Raises UserError if
     the file cannot be read or understood, or has no such settings.
@@ -78,6 +78,7 @@ def _refuse_nothing(path: Path, text: str, findings: Findings) -> None:
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file. Raises UserError if it cannot be read, or is too large."""
     try:
         size = path.stat().st_size
         if size > LARGEST:
@@ -111,6 +112,8 @@ def _data(path: Path, text: str) -> SettingsTree | None:
 
 
 def _of_data(path: Path, text: str, data: SettingsTree, given: Collection[str]) -> Findings:
+    """Return what a file of data says of precision. Raises UserError for one of a system that is
+    not read."""
     findings = Findings(str(path), mentions_of(data.trees, ()), given)
     kind = whose_file(path, text)
     if kind is not None and not kind.shown:
@@ -122,6 +125,7 @@ def _of_data(path: Path, text: str, data: SettingsTree, given: Collection[str]) 
 
 
 def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
+    """Return what a Python file says of precision."""
     file = PythonFile(_parsed(path, text))
     findings = Findings(str(path), mentions_of(file.made, file.loose), given)
     for line, name, why in file.uncertain:

@@ -68,22 +68,22 @@ def read_forms(tree: PlainDict, findings: Findings) -> bool:
 
 def _moved(tree: PlainDict, moves: Mapping[str, str]) -> dict[str, DictEntry]:
     """Return the existing entries by their new keys. moves: new key -> path."""
-    found = {key: find(tree, path) for key, path in moves.items()}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    entries = {key: find(tree, path) for key, path in moves.items()}
+    return {key: entry for key, entry in entries.items() if entry is not None}
 
 
 def _take(tree: PlainDict, findings: Findings, paths: Iterable[str]) -> None:
+    """Account for the entries under dotted paths, those of them that are there."""
     findings.take(*_moved(tree, {path: path for path in paths}).values())
 
 
 def _nemo1(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
+    """Yield the settings of NeMo 1, whose files have a trainer's precision and a model of
+    Megatron's."""
     model = tree.get("model")
     precision = find(tree, "trainer.precision")
-    if (
-        precision is None
-        or not isinstance(model, PlainDict)
-        or not NEMO1_MARKS & set(model.entries)
-    ):
+    is_model = isinstance(model, PlainDict) and not NEMO1_MARKS.isdisjoint(model.entries)
+    if precision is None or not is_model:
         return
     fields = _moved(tree, NEMO1)
     given = {key: entry for key, entry in fields.items() if entry.value is not None}
@@ -97,7 +97,8 @@ def _nemo1(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
 
 
 def _nxdt(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
-    """Read neuronx-distributed-training, whose keys but for the type count if that is "manual"."""
+    """Yield the settings of neuronx-distributed-training, whose keys but for the type count if that
+    is "manual"."""
     kind = find(tree, "precision.type")
     if kind is None:
         return
@@ -143,10 +144,9 @@ def note_composed(tree: PlainDict, findings: Findings) -> None:
     """Name the files that Hydra would lay under this one, by its `defaults`; what they set is not
     in this file."""
     entry = tree.entries.get("defaults", DictEntry(PlainSequence([])))
-    items = [
-        item.entries if isinstance(item, PlainDict) else [item] for item in items_of(entry.value)
-    ]
-    names = [str(name) for item in items for name in item]
+    names = list[str]()
+    for item in items_of(entry.value):
+        names += map(str, item.entries if isinstance(item, PlainDict) else [item])
     others = [name for name in names if not any(word in name for word in IDLE_DEFAULTS)]
     if others:
         why = "Hydra takes in other files, and what they say of precision is not read"

@@ -111,15 +111,16 @@ def _is_idle(key: str, kind: str) -> bool:
 
 def _reason_against(key: str, value: object) -> str:
     """Return why a setting is refused; "" for what is read."""
-    if key in TABLES and value is not None:  # a table would have been parted
+    if key in TABLES and value is not None:  # `_leaves` has taken tables apart
         return "give a table of keys"
-    of = class_of(key)
-    if of == "read":
+    class_of_key = class_of(key)
+    if class_of_key == "read":
         return ""
-    if of == "refused":
-        is_harmless = value in (None, PERMITTED.get(key))
+    if class_of_key == "refused":
+        if value in (None, PERMITTED.get(key)):
+            return ""
         table, _, _ = key.partition(".")
-        return "" if is_harmless else WHY.get(key) or WHY[table]
+        return WHY.get(key) or WHY[table]
     hint = did_you_mean(key, [*READ, *WHY, *UNUSED])
     return f"no such key of accelerate is known here{hint}"
 
@@ -164,6 +165,7 @@ def _add_layout(config: AccelerateConfig, kind: str) -> None:
 
 
 def _add_precision(config: AccelerateConfig) -> None:
+    """Add the dtype of products. FP32 is not put down: the Trainer's arguments may say another."""
     if "mixed_precision" not in config.values:
         return
     # YAML has a plain no as false
@@ -185,8 +187,8 @@ def _add_fsdp(config: AccelerateConfig) -> None:
         if key.startswith(prefix):
             settings[key.removeprefix(prefix)] = value
     said = f"{config.place}: fsdp_config"
-    for one in add_fsdp(config.draft, said, "", settings):
-        config.unused[f"{prefix}{one}"] = f"fsdp_config: {one}"
+    for unused in add_fsdp(config.draft, said, "", settings):
+        config.unused[f"{prefix}{unused}"] = f"fsdp_config: {unused}"
 
 
 def _add_deepspeed(config: AccelerateConfig, folder: Path) -> None:
@@ -198,23 +200,24 @@ def _add_deepspeed(config: AccelerateConfig, folder: Path) -> None:
         if problem:
             config.refuse(file_key, problem)
         elif content:
-            config.deepspeed[Path(str(named)).name] = {**_half(config), **content}
+            config.deepspeed[Path(str(named)).name] = {**_table_of_dtype(config), **content}
         return
-    made: dict[str, Any] = _half(config)
+    made: dict[str, Any] = _table_of_dtype(config)
     for name, place in DEEPSPEEDS.items():
         value = config.values.get(f"{OF_DEEPSPEED}{name}")
         if value is None:
             continue
         *tables, last = place
         table = made
-        for one in tables:
-            table = table.setdefault(one, {})
+        for table_name in tables:
+            table = table.setdefault(table_name, {})
         table[last] = value
     config.deepspeed[f"deepspeed_config of {config.place}"] = made
 
 
-def _half(config: AccelerateConfig) -> dict[str, Any]:
-    """Return the table of DeepSpeed's configuration that accelerate adds for mixed precision."""
+def _table_of_dtype(config: AccelerateConfig) -> dict[str, Any]:
+    """Return the table of DeepSpeed's configuration that accelerate adds for mixed precision; empty
+    for FP32."""
     dtype = config.draft.value("precision.compute")
     return {dtype: {"enabled": True}} if dtype in ("bf16", "fp16") else {}
 
@@ -229,10 +232,8 @@ def add_half_of_accelerate(draft: Draft) -> None:
         draft.put("precision.reduce", compute, "as FSDP of accelerate has it")
     if compute == "fp16":
         scaling = torch_scaling(TorchGradScaler())
-        for name, value in (
-            ("initial_scale", scaling.initial),
-            ("min_scale", scaling.minimum),
-            ("growth_interval", scaling.growth_interval),
-            ("hysteresis", scaling.hysteresis),
-        ):
-            draft.put(f"precision.{name}", value, "as torch's GradScaler has it")
+        origin = "as torch's GradScaler has it"
+        draft.put("precision.initial_scale", scaling.initial, origin)
+        draft.put("precision.min_scale", scaling.minimum, origin)
+        draft.put("precision.growth_interval", scaling.growth_interval, origin)
+        draft.put("precision.hysteresis", scaling.hysteresis, origin)

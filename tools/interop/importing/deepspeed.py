@@ -7,7 +7,7 @@ follows from the rest.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 from typing import Any, NamedTuple
 
 from megaprec.errors import did_you_mean
@@ -31,7 +31,11 @@ DTYPES |= {name: name for name in DTYPES.values()}
 # the defaults of its optimizers
 RATE = 1e-3  # before June 2025 that of a warm-up even where the optimizer had one
 OPTIONS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-LION_BETAS = [0.9, 0.99]
+# the one option of other rules, and its default
+OWN_OPTION: Mapping[str, tuple[str, Any]] = {
+    "sgd": ("momentum", 0.0),
+    "lion": ("betas", [0.9, 0.99]),
+}
 CLIP = 1.0  # the default of gradient_clipping
 SHORTEST_WARMUP = 2  # steps, of DeepSpeed's WarmupLR
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
@@ -134,6 +138,7 @@ def _read_leaves(content: Mapping[str, Any], config: DeepSpeedConfig) -> dict[st
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in tables by dotted key; an empty table is one. path: of the value."""
     if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), inner)
@@ -157,6 +162,8 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
 
 
 def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
+    """Return why the value of a leaf that is read is refused; "" if it is not. "auto" is one that a
+    program fills in, or a key beside the file."""
     keys = READ[path]
     if value == "auto":
         if draft.fills_auto or any(key in draft.settled for key in keys):
@@ -219,9 +226,9 @@ class _Batch(NamedTuple):
     @property
     def follows_rule(self) -> bool:
         """Return True unless all sizes are known and the rule does not hold."""
-        if None in self:
+        if self.micro is None or self.steps is None or self.replicas is None:
             return True
-        return self.whole == prod(filter(None, self[1:]))
+        return self.whole in (None, self.micro * self.steps * self.replicas)
 
 
 def _add_batch(config: DeepSpeedConfig, ranks: int | None) -> None:
@@ -283,6 +290,8 @@ def _replicas(draft: Draft, ranks: int | None) -> int | None:
 
 
 def _add_precision(config: DeepSpeedConfig) -> None:
+    """Add the dtypes, and the loss scale of FP16. The dtype of products is that of the arguments
+    where the file leaves it open."""
     draft = config.draft
     halves = {dtype: config.get(f"{dtype}.enabled", False) for dtype in ("bf16", "fp16")}
     names = [f"{dtype}.enabled" for dtype in halves]
@@ -324,6 +333,7 @@ def _add_dtypes(config: DeepSpeedConfig, compute: str) -> None:
 
 
 def _add_scaling(config: DeepSpeedConfig) -> None:
+    """Add a constant loss scale, which is any but 0, or the keys of a dynamic one."""
     if scale := config.get("fp16.loss_scale", 0):
         config.put("precision.loss_scale", float(scale), "fp16.loss_scale")
         for key in ("initial_scale", "min_scale", "growth_interval", "hysteresis"):
@@ -333,14 +343,13 @@ def _add_scaling(config: DeepSpeedConfig) -> None:
     if not 0 <= power <= 127:
         config.refuse("fp16.initial_scale_power", "give a power of two from 0 to 127")
         return
-    for key, value, name in (
-        ("initial_scale", 2.0**power, "initial_scale_power"),
-        ("growth_interval", config.get("fp16.loss_scale_window", 1000), "loss_scale_window"),
-        ("hysteresis", _hysteresis(config), "hysteresis"),
-        ("min_scale", float(config.get("fp16.min_loss_scale", 1)), "min_loss_scale"),
-        ("hysteresis_refill", "growth", "hysteresis"),
-    ):
-        config.put(f"precision.{key}", value, f"fp16.{name}")
+    config.put("precision.initial_scale", 2.0**power, "fp16.initial_scale_power")
+    window = config.get("fp16.loss_scale_window", 1000)
+    config.put("precision.growth_interval", window, "fp16.loss_scale_window")
+    config.put("precision.hysteresis", _hysteresis(config), "fp16.hysteresis")
+    least = float(config.get("fp16.min_loss_scale", 1))
+    config.put("precision.min_scale", least, "fp16.min_loss_scale")
+    config.put("precision.hysteresis_refill", "growth", "fp16.hysteresis")
 
 
 def _hysteresis(config: DeepSpeedConfig) -> int:
@@ -356,13 +365,16 @@ def _hysteresis(config: DeepSpeedConfig) -> int:
 
 
 def _add_zero(config: DeepSpeedConfig) -> None:
+    """Add the stage of ZeRO, and what is offloaded, overlapped and reduced together."""
     stage = config.get(STAGE, 0)
     if stage == "auto":
         return
     if stage not in range(4) and config.draft.needs("parallel.zero"):
         config.refuse(STAGE, "the stages of ZeRO are 0 to 3")
         return
-    config.put("parallel.zero", stage if stage > 1 else stage > 0, STAGE)
+    # stage 0 is false here, and stage 1 true
+    zero = stage if stage > 1 else stage == 1
+    config.put("parallel.zero", zero, STAGE)
     _add_offload(config, stage)
     if config.get("zero_optimization.overlap_comm") is True:
         config.put("parallel.overlap", True, "zero_optimization.overlap_comm")
@@ -397,6 +409,7 @@ def _add_offload(config: DeepSpeedConfig, stage: int) -> None:
 
 
 def _add_optimizer(config: DeepSpeedConfig) -> None:
+    """Add the update rule, clipping, and without a scheduler the rate."""
     draft = config.draft
     _add_clipping(config)
     name = "optimizer.type"
@@ -410,16 +423,11 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
         for option, default in OPTIONS.items():
             value = config.get(f"{prefix}.{option}", default)
             config.put(f"optimizer.{option}", value, f"{prefix}.{option}")
-    elif rule == "sgd":
+    elif rule in OWN_OPTION:
+        option, default = OWN_OPTION[rule]
         config.put("optimizer.name", rule, name)
-        momentum = config.get(f"{prefix}.momentum", 0.0)
-        config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
-        decay = config.get(f"{prefix}.weight_decay", 0.0)
-        config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
-    elif rule == "lion":
-        config.put("optimizer.name", rule, name)
-        betas = config.get(f"{prefix}.betas", LION_BETAS)
-        config.put("optimizer.options", {"betas": betas}, f"{prefix}.betas")
+        value = config.get(f"{prefix}.{option}", default)
+        config.put("optimizer.options", {option: value}, f"{prefix}.{option}")
         decay = config.get(f"{prefix}.weight_decay", 0.0)
         config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
     elif draft.needs("optimizer.name"):
@@ -439,6 +447,7 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
 
 
 def _add_clipping(config: DeepSpeedConfig) -> None:
+    """Add the norm to which gradients are clipped, unless the arguments alone give one."""
     draft = config.draft
     name = "gradient_clipping"
     if name not in config.leaves and "optimizer.clip" in draft.keys:
@@ -453,6 +462,8 @@ def _add_clipping(config: DeepSpeedConfig) -> None:
 
 
 def _add_schedule(config: DeepSpeedConfig) -> None:
+    """Add the schedule of the rate: a linear warm-up, and behind it a constant rate or a linear
+    decay."""
     draft = config.draft
     kind = config.get("scheduler.type", "auto")
     if kind == "auto":

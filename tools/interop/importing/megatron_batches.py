@@ -82,7 +82,9 @@ def steps_of_samples(arguments: Arguments, samples: int, batch: int) -> int:
     steps = batches.steps_until(0, samples)
     # a last batch that is not whole counts as one
     is_cut = batches.after(0, steps) < samples
-    return steps + int(is_theirs and arguments.has(IN_STEPS) and is_cut)
+    if is_theirs and arguments.has(IN_STEPS) and is_cut:
+        return steps + 1
+    return steps
 
 
 def _steps_of_ramp(arguments: Arguments, samples: int) -> int:
@@ -96,11 +98,12 @@ def _steps_of_ramp(arguments: Arguments, samples: int) -> int:
     batches = BatchSchedule(ramp_changes(start, increment, ramp_samples, batch))
     # a step of the ramp begins as long as no more samples are consumed than it has, or the run
     steps = batches.steps_until(0, min(ramp_samples, samples)) + 1
-    left = max(0, samples - batches.after(0, steps))
-    return steps + left // batch
+    samples_left = max(0, samples - batches.after(0, steps))
+    return steps + samples_left // batch
 
 
 def _add_constant(arguments: Arguments, data: int | None) -> None:
+    """Add a batch that does not change: the given one, or that of the micro-batches."""
     draft = arguments.draft
     micro = draft.value("train.micro_batch", arguments.get("micro_batch_size"))
     if arguments.has("global_batch_size"):
@@ -290,7 +293,9 @@ def _decreased(arguments: Arguments, changes: Changes, unit: int) -> Changes:
 def _without_repeats(changes: Changes) -> Changes:
     """Return the changes without those to the batch that is there already."""
     kept: list[tuple[int, int]] = []
+    batch_before: int | None = None
     for threshold, batch in changes:
-        if not kept or kept[-1][1] != batch:
+        if batch != batch_before:
             kept.append((threshold, batch))
+        batch_before = batch
     return tuple(kept)

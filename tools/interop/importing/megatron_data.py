@@ -115,6 +115,7 @@ def _leave_data_open(arguments: Arguments) -> None:
 
 
 def _weight(text: str) -> float | None:
+    """Return the weight of a data set; None for a text that is none."""
     try:
         weight = float(text)
     except ValueError:
@@ -178,8 +179,7 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
         if kind is not None:
             draft.notes.append(f"{said}: no tokenizer is read; token files need model.vocab alone")
     else:
-        missing = "the size of the vocabulary is not in the arguments"
-        missing += " (--vocab-size)"
+        missing = "the size of the vocabulary is not in the arguments (--vocab-size)"
         what = missing if is_readable else f"{said}: there is no such tokenizer here"
         draft.put("data.tokenizer", OPEN_TOKENIZER, what)
         draft.notes.append(
@@ -198,37 +198,46 @@ def _is_gpt2s(arguments: Arguments, kind: str | None) -> bool:
 
 def add_run(arguments: Arguments) -> None:
     """Add evaluation, folder, checkpoints and log lines."""
-    draft = arguments.draft
-    every = arguments.get("eval_interval")
-    steps = draft.value("train.steps") or math.inf
-    origin = arguments.origin("eval_interval")
-    # Megatron-LM evaluates if there are more than 0
-    if not (arguments.get("eval_iters") > 0 and draft.value("data.held_out")):
-        arguments.put("train.eval_every", 0, "eval_interval", "eval_iters")
-    else:
-        if every > steps:
-            origin = "the end of the run, where Megatron-LM evaluates too"
-        draft.put("train.eval_every", min(every, steps), origin)
-        arguments.copy("train.eval_batches", "eval_iters")
+    _add_evaluation(arguments)
     arguments.copy("log.every", "log_interval")
     if asked := list(filter(arguments.get, TRACKERS)):
         arguments.put("log.to", [TRACKERS[name] for name in asked], *asked)
+    _add_checkpoints(arguments)
+    _add_load(arguments)
+
+
+def _add_evaluation(arguments: Arguments) -> None:
+    """Add how often the run is evaluated, at its end at the latest, and on how many batches."""
+    draft = arguments.draft
+    # Megatron-LM evaluates if there are more than 0
+    if not (arguments.get("eval_iters") > 0 and draft.value("data.held_out")):
+        arguments.put("train.eval_every", 0, "eval_interval", "eval_iters")
+        return
+    every = arguments.get("eval_interval")
+    steps = draft.value("train.steps") or math.inf
+    origin = arguments.origin("eval_interval")
+    if every > steps:
+        origin = "the end of the run, where Megatron-LM evaluates too"
+    draft.put("train.eval_every", min(every, steps), origin)
+    arguments.copy("train.eval_batches", "eval_iters")
+
+
+def _add_checkpoints(arguments: Arguments) -> None:
+    """Add the folder of the run, and how often it saves there."""
+    draft = arguments.draft
     if arguments.get("save"):
         arguments.copy("train.folder", "save")
-        every = arguments.get("save_interval") or 0
-        arguments.put("checkpoint.every", every, "save_interval")
-        _add_keeping(arguments)
     elif "save" in arguments.open_places:
         draft.notes.append(
             f"{arguments.origin('save')}: this folder is not known, so it is that of megaprec: "
             "train.folder=FOLDER gives another"
         )
-        arguments.put("checkpoint.every", arguments.get("save_interval") or 0, "save_interval")
-        _add_keeping(arguments)
     else:
         draft.notes.append("--save is not given: the run saves at its end only, in train.folder")
         draft.put("checkpoint.every", 0, "no --save")
-    _add_load(arguments)
+        return
+    arguments.put("checkpoint.every", arguments.get("save_interval") or 0, "save_interval")
+    _add_keeping(arguments)
 
 
 def _add_keeping(arguments: Arguments) -> None:

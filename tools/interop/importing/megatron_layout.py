@@ -199,8 +199,8 @@ def _layers_beside(arguments: Arguments) -> tuple[int, int]:
         return 1, 1
     if method != BY_LAYERS:
         arguments.refuse(f"{BY_LAYERS} and {BY_ENDS} are known: give parallel.cuts", METHOD)
-    embedding, head = map(arguments.get, ENDS)
-    return int(embedding), int(head)
+    counts_embedding, counts_head = map(arguments.get, ENDS)
+    return (1 if counts_embedding else 0, 1 if counts_head else 0)
 
 
 def _add_stages_of_pattern(arguments: Arguments, cuts: list[int], pipeline: int) -> None:
@@ -244,6 +244,7 @@ def _chunks(arguments: Arguments, layers: Any, pipeline: int) -> int | None:
 
 
 def _add_recompute(arguments: Arguments) -> None:
+    """Add what is recomputed: whole layers, all or a number of them, or some of their modules."""
     draft = arguments.draft
     is_selective = arguments.get("recompute_activations")
     kind = "selective" if is_selective else arguments.get("recompute_granularity")
@@ -269,6 +270,8 @@ def _add_recompute(arguments: Arguments) -> None:
 
 
 def _add_modules(arguments: Arguments) -> None:
+    """Add the modules that are recomputed, and note those that are kept here. The results are the
+    same."""
     draft = arguments.draft
     name = "recompute_modules"
     given = arguments.get(name) or ("core_attn",)

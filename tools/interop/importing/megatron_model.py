@@ -111,6 +111,7 @@ def _note_idle(arguments: Arguments, names: Sequence[str], what: str, is_there: 
 
 
 def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
+    """Note that a router's loss is over other tokens here. kind: of load balancing."""
     if model.experts and model.router_aux_loss and kind in BALANCED:
         draft.notes.append(
             f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each "
@@ -171,6 +172,7 @@ def _only(name: str, values: tuple[Any, ...]) -> Any:
 
 
 def _pair(text: str | None) -> tuple[int, ...] | None:
+    """Return the two numbers of --window-size; None if it is not given. Raises UserError."""
     if text is None:
         return None
     pair = PAIR.fullmatch(text.strip("()[] "))

@@ -108,6 +108,7 @@ def _require(arguments: Arguments, key: str, *names: str) -> None:
 
 
 def _add_steps(arguments: Arguments) -> None:
+    """Add the length of the run in steps, of --train-iters or of --train-samples."""
     draft = arguments.draft
     batch = draft.value("train.global_batch")
     if not arguments.has("train_samples"):
@@ -338,20 +339,12 @@ def add_precision(arguments: Arguments) -> None:
         return
     keys = native_keys_of(plan)
     draft.put("precision.compute", half, arguments.origin(half) if halves else NO_HALF)
-    for key, is_stated, names in (
-        (
-            "precision.gradients",
-            half != "fp32",
-            ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype"),
-        ),
-        (
-            "precision.moments",
-            keys["precision.moments"] != "fp32",
-            ("exp_avg_dtype", "exp_avg_sq_dtype"),
-        ),
-    ):
-        if is_stated:
-            arguments.put(key, keys[key], *names)
+    if half != "fp32":
+        names = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype")
+        arguments.put("precision.gradients", keys["precision.gradients"], *names)
+    moments = keys["precision.moments"]
+    if moments != "fp32":
+        arguments.put("precision.moments", moments, "exp_avg_dtype", "exp_avg_sq_dtype")
     if arguments.get("fp32_residual_connection"):
         arguments.put("precision.residual", "fp32", "fp32_residual_connection")
     _add_scaling(arguments, keys, half)
@@ -375,8 +368,8 @@ def _fields_of_nemo(arguments: Arguments, half: str) -> dict[str, Any]:
             fields[name] = DTYPES[arguments.get(name)]
     for name in FP16_NAMES:
         value = arguments.get(name)
-        unset = name == "loss_scale" and not value  # Megatron-LM takes 0 as no constant scale
-        if arguments.has(name) and not unset:
+        is_unset = name == "loss_scale" and not value  # Megatron-LM takes 0 as no constant scale
+        if arguments.has(name) and not is_unset:
             is_count = name == "loss_scale_window" and value == int(value)
             fields[f"fp16_{name}"] = int(value) if is_count else value
     return fields

@@ -169,11 +169,11 @@ def _followed(name: str, value: Any, values: Mapping[str, Any]) -> Any:
         return value
     target = target.removeprefix("training.")
     is_beside = target.startswith(".")  # in the same table
-    found = values.get(f"{table}{target}" if is_beside else target, value)
+    referred = values.get(f"{table}{target}" if is_beside else target, value)
     if product is None:
-        return found
-    is_small = type(found) is int and found < LARGEST
-    return int(product[1]) * found if is_small else value
+        return referred
+    is_small = type(referred) is int and referred < LARGEST
+    return int(product[1]) * referred if is_small else value
 
 
 def _add_ranks(made: Renamed, ranks: int | None) -> None:
@@ -227,14 +227,14 @@ def _add_model(made: Renamed) -> None:
     elif kind == "gelu":
         # the fused kernel and OpenAI's are the tanh approximation
         fused = made.get("model.bias_activation_fusion", made.get("model.bias_gelu_fusion", True))
-        made.keys["model.mlp"] = (
-            "gelu" if fused or made.get("model.openai_gelu", False) else "gelu_exact"
-        )
+        is_tanh = fused or made.get("model.openai_gelu", False)
+        made.keys["model.mlp"] = "gelu" if is_tanh else "gelu_exact"
 
 
 def _add_optimizer(made: Renamed) -> None:
-    sharded = made.choice("model.optim.name", "fused_adam", OPTIMIZERS)
-    if sharded:
+    """Add Adam's betas, and whether its state is sharded over the replicas."""
+    is_sharded = made.choice("model.optim.name", "fused_adam", OPTIMIZERS)
+    if is_sharded:
         made.give("use_distributed_optimizer", True)
     betas = made.get("model.optim.betas", [0.9, 0.999])
     if isinstance(betas, list) and len(betas) == 2:

@@ -222,8 +222,9 @@ def _kinds_of_attention(config: Any) -> set[str]:
         return {"global"}
     kinds = set[str]()
     for entry in config if isinstance(config, list) else [config]:
-        of_entry = entry[0] if isinstance(entry, list) and entry else entry
-        kinds |= {str(kind) for kind in (of_entry if isinstance(of_entry, list) else [of_entry])}
+        # the kinds of some layers in turn, and behind them how often these repeat
+        in_turn = entry[0] if isinstance(entry, list) and entry else entry
+        kinds |= {str(kind) for kind in (in_turn if isinstance(in_turn, list) else [in_turn])}
     return kinds
 
 
@@ -234,27 +235,30 @@ def _add_feed_forward(made: Renamed) -> None:
     if hidden is None or not 0 < hidden < LARGEST:
         return
     width = made.whole("intermediate_size", None)
-    factor = made.number("expansion_factor", 4.0)
+    factor = made.number("expansion_factor", 4.0) or 4.0
     if width is None:
-        width = int((factor if factor and 0 < factor < LARGEST else 4.0) * hidden)
+        usable_factor = factor if 0 < factor < LARGEST else 4.0
+        width = int(usable_factor * hidden)
     multiple = made.whole("mlp_multiple_of", 1) or 1
     kind = made.choice("activation", "gelu", {"gelu": "gelu", "swiglu": "swiglu"})
     if kind == "swiglu":
         made.give("swiglu", True)
+        # gate and up together have two thirds of the width
         width = int(width * 2 / 3) // 2
         made.keys["model.mlp"] = "swiglu"
     else:
         # the fused kernel is the tanh approximation
         fused = made.get("bias_gelu_fusion", False)
         made.keys["model.mlp"] = "gelu" if fused else "gelu_exact"
-    made.give("ffn_hidden_size", -(-width // multiple) * multiple)
+    rounded_up = -(-width // multiple) * multiple
+    made.give("ffn_hidden_size", rounded_up)
 
 
 def _add_first_weights(made: Renamed) -> None:
     """Add the standard deviations of initial weights (megatron/model/init_functions.py)."""
-    hidden = made.whole("hidden_size", None)
-    layers = made.whole("num_layers", None)
-    if not hidden or not layers or not 0 < min(hidden, layers) <= max(hidden, layers) < LARGEST:
+    hidden = made.whole("hidden_size", None) or 0
+    layers = made.whole("num_layers", None) or 0
+    if min(hidden, layers) < 1 or max(hidden, layers) >= LARGEST:
         return
     usual = made.number("init_method_std", 0.02) or 0.02
     small = sqrt(2 / (5 * hidden))
@@ -273,6 +277,7 @@ def _add_first_weights(made: Renamed) -> None:
 
 
 def _add_optimizer(made: Renamed) -> None:
+    """Add the peak rate and Adam's numbers, which stand in a table as DeepSpeed has it."""
     optimizer = made.table("optimizer")
     kind = str(optimizer.get("type", "Adam")).lower()
     if kind not in ("adam", "adamw"):
@@ -340,8 +345,11 @@ def _add_data(made: Renamed) -> None:
         if len(weights) != len(paths):
             made.refuse("train_data_weights", "give one for each of train_data_paths")
             return
-        pairs = zip(weights, paths, strict=True)
-        made.give("data_path", [word for pair in pairs for word in map(str, pair)])
+        # a weight and a path in turn
+        words = list[str]()
+        for weight, path in zip(weights, paths, strict=True):
+            words += [str(weight), str(path)]
+        made.give("data_path", words)
     elif made.get("data_path", None) is None:
         made.ask("data.source", "data_path is in no file: give data.source=PREFIX")
     if made.get("finetune", False):

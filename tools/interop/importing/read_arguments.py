@@ -66,12 +66,12 @@ TYPED = _typed_names()
 
 def read_words(words: Sequence[Word], arguments: Arguments) -> None:
     """Add the arguments of a command line. What is wrong is added to their problems."""
-    left = list(words)
-    while left:
-        word, *others = left
+    unread = list(words)
+    while unread:
+        word, *others = unread
         following = list(takewhile(_is_value, others))
         num_taken = _read_option(word, following, arguments)
-        left = others[num_taken:]
+        unread = others[num_taken:]
 
 
 def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) -> int:
@@ -278,6 +278,7 @@ def _is_value(word: Word) -> bool:
 
 
 def _why_unknown(text: str) -> str:
+    """Return what is wrong with a word that is no argument of Megatron-LM."""
     if not text.startswith("-"):
         return "no argument takes this value"
     if " " in text:

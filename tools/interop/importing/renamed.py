@@ -62,7 +62,7 @@ class Renamed:
         value = self.get(name, default)
         if value is None:
             return None
-        is_whole = type(value) is int  # and no truth value
+        is_whole = type(value) is int  # which a bool is not
         if is_whole:
             return value
         self.refuse(name, "give a whole number")
@@ -73,7 +73,7 @@ class Renamed:
         value = self.get(name, default)
         if value is None:
             return None
-        is_number = type(value) in (int, float)  # and no truth value
+        is_number = type(value) in (int, float)  # which a bool is not
         if is_number:
             return value
         try:

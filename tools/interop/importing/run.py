@@ -93,9 +93,10 @@ def import_run(
     if problems:
         raise UserError(*dict.fromkeys(problems))
     unused = dict(arguments.unused)
-    for one in added:
-        unused |= one.unused
-    num_read = len(arguments.values) + sum(one.num_read for one in added)
+    num_read = len(arguments.values)
+    for of_system in added:
+        unused |= of_system.unused
+        num_read += of_system.num_read
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), num_read, len(unused))
@@ -112,7 +113,8 @@ class _Added:
 
 
 def _add_systems(sources: Sources, arguments: Arguments, ranks: int | None) -> Sequence[_Added]:
-    """Add the settings of each system that was read, a system before those that it may name."""
+    """Add the settings of each system that was read, a system before those that it may name; return
+    what was added of each."""
     draft = arguments.draft
     ranks = ranks or sources.ranks
     accelerate = _add_accelerate(sources, draft)
@@ -147,7 +149,8 @@ def _add_megatron(arguments: Arguments, ranks: int | None) -> None:
 
 
 def _add_accelerate(sources: Sources, draft: Draft) -> _Added:
-    """Add configurations of accelerate, which may have or name one of DeepSpeed."""
+    """Add configurations of accelerate, which may have or name one of DeepSpeed; return what was
+    added."""
     unused: dict[str, str] = {}
     num_read = 0
     ranks: int | None = None
@@ -161,7 +164,7 @@ def _add_accelerate(sources: Sources, draft: Draft) -> _Added:
 
 
 def _add_torchtitan(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
-    """Add the settings of torchtitan."""
+    """Add the settings of torchtitan; return what was added."""
     if not sources.torchtitan:
         return _Added({}, 0)
     settings = add_torchtitan(sources.torchtitan, arguments.draft, ranks, arguments.dropped)
@@ -170,7 +173,8 @@ def _add_torchtitan(sources: Sources, arguments: Arguments, ranks: int | None) -
 
 
 def _add_trainer(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
-    """Add the arguments of Hugging Face's Trainer, which may name a configuration of DeepSpeed."""
+    """Add the arguments of Hugging Face's Trainer, which may name a configuration of DeepSpeed;
+    return what was added."""
     if not sources.trainer:
         return _Added({}, 0)
     draft = arguments.draft
@@ -184,13 +188,13 @@ def _add_trainer(sources: Sources, arguments: Arguments, ranks: int | None) -> _
 
 
 def _add_deepspeed(sources: Sources, draft: Draft, ranks: int | None) -> _Added:
-    """Add the configurations of DeepSpeed."""
+    """Add the configurations of DeepSpeed; return what was added."""
     unused: dict[str, str] = {}
     num_read = 0
     for place, content in sources.deepspeed.items():
         unused_here = add_deepspeed(content, place, draft, ranks)
         unused |= unused_here
-        num_read += _leaves(content) - len(unused_here)
+        num_read += _num_leaves(content) - len(unused_here)
     return _Added(unused, num_read)
 
 
@@ -289,24 +293,27 @@ def _note_defaults(draft: Draft) -> None:
 
 
 def _default(key: str) -> Any:
+    """Return megaprec's default of a dotted key."""
     table, _, name = key.partition(".")
     return tables_of_a_run()[table].model_fields[name].default
 
 
-def _leaves(content: object) -> int:
+def _num_leaves(content: object) -> int:
+    """Return the number of values in a table and the tables in it; an empty table is one."""
     if isinstance(content, dict) and content:
-        return sum(map(_leaves, content.values()))
+        return sum(map(_num_leaves, content.values()))
     return 1
 
 
 def _check(draft: Draft, text: str, sources: Sources) -> None:
     """Raise UserError unless a run can be read from the text. Weights to begin with need not be
     there yet."""
-    first = draft.keys.get("train.init_from")
-    absent = first is not None and not os.path.exists(os.path.expanduser(str(first.value)))
-    lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
-    if absent and "[model]" not in lines:
-        lines += _stand_in(draft)
+    weights = draft.keys.get("train.init_from")
+    lines = text.splitlines()
+    if weights is not None and not os.path.exists(os.path.expanduser(str(weights.value))):
+        lines = [line for line in lines if not line.startswith("init_from = ")]
+        if "[model]" not in lines:
+            lines += _stand_in(draft)
     with scratch_folder("import") as folder:
         path = Path(folder) / "run.toml"
         put_text(path, "\n".join(lines))

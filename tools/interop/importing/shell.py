@@ -161,6 +161,8 @@ class _Script:
         self._follow_all(statements)
 
     def _follow_all(self, statements: Sequence[list[Token]]) -> None:
+        """Follow statements up to one that ends the script or call: those that stand in no block
+        one by one, those of a block together."""
         block = Block()
         for statement in statements:
             if self.has_ended:
@@ -246,10 +248,10 @@ class _Script:
 
     def _follow_definition(self, statements: Sequence[list[Token]]) -> bool:
         """Keep a function, to follow it where it is called. Returns False for another block."""
-        found = function_of(statements)
-        if found is None:
+        function = function_of(statements)
+        if function is None:
             return False
-        name, body = found
+        name, body = function
         self.bodies[name] = body
         self.unread_functions.discard(name)
         self.variables.functions[name] = "\n".join(map(written_of, body))
@@ -373,6 +375,7 @@ class _Script:
             self.variables.distrust(written_of(command), command[0].place)
 
     def _assign_all(self, declared_by: str, assignments: Sequence[Token]) -> None:
+        """Follow the assignments of a command. declared_by: its first word, such as `local`."""
         for word in assignments:
             name = name_before_sign(word).rstrip("+")
             if name in self.variables.read_only:
@@ -418,10 +421,10 @@ class _Script:
         number = index_of_script(words)
         if number is None or end_of_program(words):
             return False
-        found = self.files.read(self.variables.holes.shown(words[number].text))
-        if found is None or self.depth == DEEPEST:
+        file = self.files.read(self.variables.holes.shown(words[number].text))
+        if file is None or self.depth == DEEPEST:
             return False
-        name, text = found
+        name, text = file
         self.files.taken_in.append(name)
         self.depth += 1
         with self.variables.of_child(words[number + 1 :]):
@@ -442,7 +445,8 @@ class _Script:
             self.commands[number] = known + words
 
     def _follow_text(self, text: str, where: Token) -> bool:
-        """Follow a text that a command runs as a script. Raises UserError if it cannot be read."""
+        """Follow a text that a command runs as a script, and return True. Raises UserError if it
+        cannot be read."""
         if self.depth == DEEPEST:
             raise UserError.of("import.program_hidden", place=where.place)
         self.depth += 1
@@ -476,10 +480,10 @@ class _Script:
         written = " ".join(word.text for word in self.expander.fields(command[1]))
         # a folder that nothing in the script names may be any
         named = {name for name in re.findall(r"\w+", written) if self.variables.is_touched(name)}
-        found = self.files.read(written, may_guess=bool(named))
-        if found is None:
+        file = self.files.read(written, may_guess=bool(named))
+        if file is None:
             return False
-        name, text = found
+        name, text = file
         self.files.taken_in.append(name)
         self.follow(text, name)
         self.has_ended = False  # `return` ends that file alone

@@ -33,10 +33,9 @@ def _is_harmless_flag(word: Token) -> bool:
 def makes_read_only(command: Sequence[Token]) -> bool:
     """Return True for `readonly`, and for `declare` with its flag."""
     name = command[0].text
-    declares = name in ("declare", "typeset")
-    return name == "readonly" or (
-        declares and any(_is_harmless_flag(word) and "r" in word.text for word in command[1:])
-    )
+    if name not in ("declare", "typeset"):
+        return name == "readonly"
+    return any(_is_harmless_flag(word) and "r" in word.text for word in command[1:])
 
 
 def name_before_sign(word: Token) -> str:

@@ -56,9 +56,9 @@ class FilesBeside:
     def _only_one(self, folder: Path, file: str, written: str) -> Path | None:
         """Return the only file of this name in the folder and in those within it; None if there are
         none or several."""
-        found = [*folder.glob(file), *folder.glob(f"*/{file}")]
-        if len(found) != 1:
+        files = [*folder.glob(file), *folder.glob(f"*/{file}")]
+        if len(files) != 1:
             return None
-        (only,) = found
+        (only,) = files
         self.guessed[written] = str(only.relative_to(folder))
         return only.resolve()

@@ -41,11 +41,9 @@ PLAIN_NUMBER = re.compile(r"-?(0|[1-9]\d{0,17})")
 
 def sum_of(text: str) -> int | None:
     """Return the value of arithmetic with whole numbers, + - * / % and brackets; None for other."""
-    if (
-        len(text) > LONGEST_SUM
-        or not PLAIN_SUM.fullmatch(text)
-        or re.search(r"//|\*\*|\b0\d", text)
-    ):
+    is_plain = len(text) <= LONGEST_SUM and PLAIN_SUM.fullmatch(text)
+    # Python reads `//` and `**` otherwise than a shell, which reads 010 as octal
+    if not is_plain or re.search(r"//|\*\*|\b0\d", text):
         return None
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)

@@ -88,9 +88,9 @@ def read_lines(text: str, file: str) -> Iterator[list[Token]]:
         has_two_documents = token.kind == "document" and begin.count("<<") > 1
         if has_two_documents or (token.kind == "other" and begin in "'\"`<"):
             raise UserError.of("import.open_block", place=token.place, sign=begin)
-        if token.kind != "newline":
-            tokens += [token] if token.kind != "blank" else []
-        elif tokens:
+        if token.kind not in ("newline", "blank"):
+            tokens.append(token)
+        elif token.kind == "newline" and tokens:
             yield tokens
             tokens = []
 

@@ -141,7 +141,7 @@ class Variables:
         return not self.given_unsure
 
     def value(self, name: str, written: str) -> Value:
-        """Return the text or the words that a variable holds."""
+        """Return the text or the words that a variable holds; a hole if they are not known."""
         if name in self.assumed:
             return self.assumed[name]
         cut = self.unsure.get("IFS")  # it says where words are cut

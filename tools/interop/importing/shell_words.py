@@ -72,7 +72,7 @@ def joined_segments(segments: Iterable[Segment]) -> list[Word]:
             goes_on = False
             continue
         for number, word in enumerate(segment):
-            if goes_on and number == 0:
+            if goes_on and number == 0:  # it joins what stands before it
                 begin = words.pop()
                 words.append(replace(word, text=begin.text + word.text))
             else:

@@ -92,8 +92,8 @@ class Sources:
 
 
 def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Arguments) -> Sources:
-    """Read files by their suffix, others as scripts or logs; the rest is a command line. arguments:
-    those of Megatron-LM are added to them.
+    """Return what files and a command line say. Files are read by their suffix, others as scripts
+    or logs. arguments: those of Megatron-LM are added to them.
 
     Raises UserError for what cannot be read.
     """
@@ -156,6 +156,7 @@ def _system_of(items: Sequence[str]) -> str:
 def _read_command(
     command: CommandLine, name: str, sources: Sources, folder: Path | None = None
 ) -> None:
+    """Read a command line of Megatron-LM. name: of what it stands in. folder: of its script."""
     sources.megatron = True
     sources.ranks = command.ranks or sources.ranks
     own, deepspeed = read_engine(command, sources.arguments, folder)
@@ -187,6 +188,8 @@ def _note_absent(name: str, command: CommandLine, sources: Sources) -> None:
 
 
 def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None:
+    """Read a checkpoint, a file of settings by the system that it belongs to, or a script or log.
+    Raises UserError."""
     if path.is_dir():
         _read_all(_args_of_checkpoint(path), path, sources)
         return
@@ -245,7 +248,7 @@ def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path)
     if _is_torchtitans(command):
         _read_titan_words(name, command, sources, folder)
         return
-    kind = whose(_typed(command))
+    kind = whose(_typed_options(command.words))
     if kind is None or kind.whose not in OF_TRAINER:
         _require_megatrons(name, command.words)
         _read_command(command, name, sources, folder)
@@ -258,15 +261,21 @@ def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path)
     _note_absent(name, command, sources)
 
 
-def _typed(command: CommandLine) -> list[str]:
+def _typed_options(words: Sequence[Word]) -> list[str]:
     """Return the options of a command line, without values."""
-    return [word.text.partition("=")[0] for word in command.words if word.text.startswith("--")]
+    options = list[str]()
+    for word in words:
+        if word.text.startswith("--"):
+            option, _, _ = word.text.partition("=")
+            options.append(option)
+    return options
 
 
 def _is_torchtitans(command: CommandLine) -> bool:
     """Return True if options are torchtitan's, whose names have a table and a dot."""
     tables = {key.partition(".")[0] for key in titan.READ}
-    named = [option.removeprefix("--").partition(".") for option in _typed(command)]
+    options = _typed_options(command.words)
+    named = [option.removeprefix("--").partition(".") for option in options]
     return any(dot and table in tables for table, dot, _ in named)
 
 
@@ -291,10 +300,9 @@ def _read_titan(path: Path, text: str, sources: Sources) -> None:
     sources.names.append(path.name)
     data = from_toml(text)
     assert data is not None, "a file whose kind is known is TOML"
-    for key, value, line in _settings_in(data.table, True):
-        sources.torchtitan.setdefault(
-            key, (value, f"{path.name}, line {line}" if line else path.name)
-        )
+    for key, value, line in _settings_in(data.table, with_tables=True):
+        place = f"{path.name}, line {line}" if line else path.name
+        sources.torchtitan.setdefault(key, (value, place))
 
 
 def _plain_table(path: Path, text: str) -> Mapping[str, Any]:
@@ -351,7 +359,7 @@ def _settings_in(
     for key, entry in table.entries.items():
         name = f"{before}{key}".replace("-", "_")
         if with_tables and isinstance(entry.value, PlainDict):
-            yield from _settings_in(entry.value, True, f"{name}.")
+            yield from _settings_in(entry.value, with_tables, f"{name}.")
             continue
         try:
             value = plain(entry.value)
@@ -381,7 +389,7 @@ def _args_of_checkpoint(path: Path) -> Mapping[str, Any]:
 
 def _require_megatrons(name: str, words: Sequence[Word]) -> None:
     """Raise UserError if most arguments are another program's."""
-    typed = [word.text.partition("=")[0] for word in words if word.text.startswith("--")]
+    typed = _typed_options(words)
     kind = whose(typed)
     if kind is not None:
         raise UserError(kind.of(name))
@@ -447,6 +455,7 @@ def _read_json(path: Path, text: str, sources: Sources) -> None:
 
 
 def _yaml(path: Path, text: str) -> SettingsTree:
+    """Return the settings of a YAML file. Raises UserError if it is none, or too large."""
     try:
         data = from_yaml(path, text)
     except TooLarge as error:

@@ -134,7 +134,7 @@ def _typed(value: Any, kind: str) -> Any:
         return None
     if kind == "number":
         return number
-    return int(number) if number == int(number) else None
+    return int(number) if number.is_integer() else None
 
 
 def _is_same(value: Any, permitted: Any) -> bool:
@@ -182,14 +182,14 @@ def add_torchtitan(
 
 
 def _add_model(settings: TitanSettings) -> None:
+    """Add the preset of a model of torchtitan, or ask for a model if it is not certain."""
     draft = settings.draft
     name = settings.get("model.name")
     flavor = settings.get("model.flavor")
+    _note_first_weights(settings)
     if name == "qwen3" and flavor in QWEN3:
         settings.put("model.preset", f"qwen3-{flavor.lower()}", "model.name", "model.flavor")
-        _note_first_weights(settings)
         return
-    _note_first_weights(settings)
     is_given = any(not draft.needs(key) for key in ("model.preset", "train.init_from"))
     if is_given or any(key.startswith("model.") for key in draft.settled):
         return
@@ -214,24 +214,24 @@ def _note_first_weights(settings: TitanSettings) -> None:
 
 def _add_layout(settings: TitanSettings, ranks: int | None) -> None:
     """Add the axes, and ZeRO, which shards over data_parallel_shard_degree and context ranks."""
-    of = "parallelism."
-    tensor = settings.get(f"{of}tensor_parallel_degree")
-    pipeline = settings.get(f"{of}pipeline_parallel_degree")
-    context = settings.get(f"{of}context_parallel_degree")
-    copies = settings.get(f"{of}data_parallel_replicate_degree")
-    shards = settings.get(f"{of}data_parallel_shard_degree")
-    settings.put("parallel.tensor", tensor, f"{of}tensor_parallel_degree")
+    table = "parallelism."
+    tensor = settings.get(f"{table}tensor_parallel_degree")
+    pipeline = settings.get(f"{table}pipeline_parallel_degree")
+    context = settings.get(f"{table}context_parallel_degree")
+    copies = settings.get(f"{table}data_parallel_replicate_degree")
+    shards = settings.get(f"{table}data_parallel_shard_degree")
+    settings.put("parallel.tensor", tensor, f"{table}tensor_parallel_degree")
     if tensor > 1:
-        settings.put("parallel.sequence", True, f"{of}tensor_parallel_degree")
-    settings.put("parallel.pipeline", pipeline, f"{of}pipeline_parallel_degree")
-    settings.put("parallel.context", context, f"{of}context_parallel_degree")
-    if settings.get(f"{of}enable_async_tensor_parallel"):
-        settings.put("parallel.async_tensor", True, f"{of}enable_async_tensor_parallel")
-    experts = settings.get(f"{of}expert_parallel_degree")
-    settings.put("parallel.expert", experts, f"{of}expert_parallel_degree")
+        settings.put("parallel.sequence", True, f"{table}tensor_parallel_degree")
+    settings.put("parallel.pipeline", pipeline, f"{table}pipeline_parallel_degree")
+    settings.put("parallel.context", context, f"{table}context_parallel_degree")
+    if settings.get(f"{table}enable_async_tensor_parallel"):
+        settings.put("parallel.async_tensor", True, f"{table}enable_async_tensor_parallel")
+    experts = settings.get(f"{table}expert_parallel_degree")
+    settings.put("parallel.expert", experts, f"{table}expert_parallel_degree")
     if experts > 1:
-        slices = settings.get(f"{of}expert_tensor_parallel_degree")
-        settings.put("parallel.expert_tensor", slices, f"{of}expert_tensor_parallel_degree")
+        slices = settings.get(f"{table}expert_tensor_parallel_degree")
+        settings.put("parallel.expert_tensor", slices, f"{table}expert_tensor_parallel_degree")
     _add_schedule(settings, pipeline)
     others = prod((tensor, pipeline, context, copies))
     if shards < 0:
@@ -240,11 +240,11 @@ def _add_layout(settings: TitanSettings, ranks: int | None) -> None:
         return
     if ranks is not None and ranks != others * shards:
         settings.refuse(
-            f"{of}data_parallel_shard_degree",
+            f"{table}data_parallel_shard_degree",
             f"the axes are {others * shards} ranks, and not {ranks}",
             "parallel.data",
         )
-    names = (f"{of}data_parallel_replicate_degree", f"{of}data_parallel_shard_degree")
+    names = (f"{table}data_parallel_replicate_degree", f"{table}data_parallel_shard_degree")
     settings.put("parallel.data", copies * shards, *names)
     _add_zero(settings, copies, shards * context, pipeline)
 
@@ -266,24 +266,26 @@ def _left_over(settings: TitanSettings, others: int, ranks: int | None) -> int |
 
 def _add_zero(settings: TitanSettings, copies: int, sharing: int, pipeline: int) -> None:
     """Add the stage of ZeRO. sharing: the ranks that share a copy."""
-    policy = settings.get("parallelism.fsdp_reshard_after_forward")
-    names = ("parallelism.data_parallel_shard_degree", "parallelism.fsdp_reshard_after_forward")
+    shards_name = "parallelism.data_parallel_shard_degree"
+    policy_name = "parallelism.fsdp_reshard_after_forward"
+    policy = settings.get(policy_name)
     if policy not in ("default", "always", "never"):
-        settings.refuse(names[1], "default, always and never are known", "parallel.zero")
+        settings.refuse(policy_name, "default, always and never are known", "parallel.zero")
         return
     if sharing == 1:
         if copies > 1:
-            settings.put("parallel.zero", False, names[0])
+            settings.put("parallel.zero", False, shards_name)
         return
     # by default what a pipeline gathers stays until the backward pass
-    keeps = policy == "never" or (policy == "default" and pipeline > 1)
-    settings.put("parallel.zero", 2 if keeps else 3, *names)
+    keeps_gathered = policy == "never" or (policy == "default" and pipeline > 1)
+    settings.put("parallel.zero", 2 if keeps_gathered else 3, shards_name, policy_name)
     if copies > 1:
-        name = "parallelism.data_parallel_replicate_degree"
-        settings.put("parallel.zero_size", sharing, name, names[0])
+        copies_name = "parallelism.data_parallel_replicate_degree"
+        settings.put("parallel.zero_size", sharing, copies_name, shards_name)
 
 
 def _add_schedule(settings: TitanSettings, pipeline: int) -> None:
+    """Add the schedule of a pipeline; an interleaved one has two chunks on each rank there."""
     if pipeline == 1:
         return
     name = "parallelism.pipeline_parallel_schedule"
@@ -330,37 +332,38 @@ def _add_batch(settings: TitanSettings) -> None:
 def _add_rate(settings: TitanSettings) -> None:
     """Add the rates: step n of a warm-up of w has (n + 1) / w of the peak, step w the peak once
     more, and the decay ends one step after the run's last."""
-    of = "lr_scheduler."
+    table = "lr_scheduler."
     peak = settings.get("optimizer.lr")
-    length = settings.get(f"{of}total_steps") or settings.get("training.steps")
-    warmup = min(settings.get(f"{of}warmup_steps"), length)
-    ratio = settings.get(f"{of}decay_ratio")
+    length = settings.get(f"{table}total_steps") or settings.get("training.steps")
+    warmup = min(settings.get(f"{table}warmup_steps"), length)
+    ratio = settings.get(f"{table}decay_ratio")
     decay = length - warmup
     if ratio is not None:
         decay = min(round(length * ratio), decay)
-    shape = settings.get(f"{of}decay_type")
+    shape = settings.get(f"{table}decay_type")
     if shape not in DECAYS:
-        settings.refuse(f"{of}decay_type", f"{', '.join(DECAYS)} are known", "lr.wsd_decay")
+        settings.refuse(f"{table}decay_type", f"{', '.join(DECAYS)} are known", "lr.wsd_decay")
         return
     settings.put("lr.peak", peak, "optimizer.lr")
     if warmup > 1:
-        settings.put("lr.initial", peak / warmup, f"{of}warmup_steps")
-    settings.put("lr.warmup", max(0, warmup - 1), f"{of}warmup_steps")
-    least_name = f"{of}min_lr_factor"
-    if f"{of}lr_min" in settings.values:
-        least_name = f"{of}lr_min"
+        settings.put("lr.initial", peak / warmup, f"{table}warmup_steps")
+    settings.put("lr.warmup", max(0, warmup - 1), f"{table}warmup_steps")
+    least_name = f"{table}min_lr_factor"
+    if f"{table}lr_min" in settings.values:
+        least_name = f"{table}lr_min"
     settings.put("lr.final", peak * settings.get(least_name), least_name)
-    if f"{of}total_steps" in settings.values:
-        settings.put("lr.length", length, f"{of}total_steps")
+    if f"{table}total_steps" in settings.values:
+        settings.put("lr.length", length, f"{table}total_steps")
     if decay <= 0:
-        settings.put("lr.schedule", "constant", f"{of}warmup_steps")
+        settings.put("lr.schedule", "constant", f"{table}warmup_steps")
         return
-    settings.put("lr.schedule", "wsd", f"{of}decay_type")
-    settings.put("lr.wsd_decay", shape, f"{of}decay_type")
-    settings.put("lr.decay", decay, f"{of}decay_ratio", f"{of}warmup_steps")
+    settings.put("lr.schedule", "wsd", f"{table}decay_type")
+    settings.put("lr.wsd_decay", shape, f"{table}decay_type")
+    settings.put("lr.decay", decay, f"{table}decay_ratio", f"{table}warmup_steps")
 
 
 def _add_optimizer(settings: TitanSettings) -> None:
+    """Add AdamW, which decays all parameters, and clipping."""
     if settings.get("optimizer.name") != "AdamW":
         settings.refuse("optimizer.name", "give optimizer.name=... beside", "optimizer.name")
     settings.put("optimizer.name", "adamw", "optimizer.name")
@@ -391,24 +394,27 @@ def _add_precision(settings: TitanSettings) -> None:
         dtypes.append(dtype)
     held, products, reduced = dtypes
     has_fsdp = settings.draft.value("parallel.zero", False) in (2, 3)
-    of = "parallelism."
+    table = "parallelism."
     splits_model = max(
-        settings.get(f"{of}tensor_parallel_degree"), settings.get(f"{of}pipeline_parallel_degree")
+        settings.get(f"{table}tensor_parallel_degree"),
+        settings.get(f"{table}pipeline_parallel_degree"),
     )
     if not has_fsdp and splits_model > 1:
         products = held
+    of_weights, of_products, of_reduction = names
     if held == "fp32":
-        settings.put("precision.compute", products, names[1])
+        settings.put("precision.compute", products, of_products)
     else:
-        settings.put("precision.compute", held, names[0])
-        settings.put("precision.masters", "none", names[0])
-        settings.put("precision.moments", held, names[0])
-        settings.put("precision.gradients", held, names[0])
+        settings.put("precision.compute", held, of_weights)
+        settings.put("precision.masters", "none", of_weights)
+        settings.put("precision.moments", held, of_weights)
+        settings.put("precision.gradients", held, of_weights)
     if has_fsdp:
-        settings.put("precision.reduce", reduced, names[2])
+        settings.put("precision.reduce", reduced, of_reduction)
 
 
 def _add_recomputation(settings: TitanSettings) -> None:
+    """Add what is recomputed: nothing, all layers, parts of each, or each layer of a number."""
     name = "activation_checkpoint.mode"
     mode = settings.get(name)
     option_name = "activation_checkpoint.selective_ac_option"

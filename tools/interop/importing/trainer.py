@@ -174,66 +174,66 @@ class TrainerArguments:
         self.unused = dict[str, str]()
         self.values = dict[str, Any]()
         self.said = dict[str, str]()
-        names = {SAME.get(name, name): name for name in given}
-        marks = [program for program, names in MARKS.items() if names & given.keys()]
-        self.program = next(iter(marks), TRAINER)
+        programs = [program for program, marks in MARKS.items() if marks & given.keys()]
+        self.program = next(iter(programs), TRAINER)
         self.defaults = {**DEFAULTS, **OF_PROGRAM[self.program]}
-        for name, typed in names.items():
+        typed_names = {SAME.get(name, name): name for name in given}
+        for name, typed in typed_names.items():
             if typed in dropped or name in dropped:
                 self.left_out[typed] = given[typed].said
             else:
                 self._take(name, given[typed])
 
-    def _take(self, name: str, one: Given) -> None:
+    def _take(self, name: str, argument: Given) -> None:
         """Read an argument, note it, or add a problem."""
-        text = one.value.strip()
-        self.said[name] = one.said
+        text = argument.value.strip()
+        self.said[name] = argument.said
         is_unused = name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS)
         # where this run is kept, and a seed that the shell draws
-        is_open = name in ("output_dir", "seed") and one.unknown
+        is_open = name in ("output_dir", "seed") and argument.unknown
         if is_unused or is_open:
-            self.unused[name] = one.said
+            self.unused[name] = argument.said
         elif name in DATA_NAMES and name not in HOLD_OUTS:  # the user says what becomes of them
             return
-        elif one.unknown:
-            self._refuse(one, one.unknown)
+        elif argument.unknown:
+            self._refuse(argument, argument.unknown)
         else:
-            self._read(name, text, one)
+            self._read(name, text, argument)
 
-    def _read(self, name: str, text: str, one: Given) -> None:
+    def _read(self, name: str, text: str, argument: Given) -> None:
         """Read the value of an argument, or add a problem with it."""
         if name in FIXED:
             permitted, why = FIXED[name]
             if text.lower() not in permitted:
-                self._refuse(one, why)
+                self._refuse(argument, why)
         elif name in NUMBERS:
-            self._take_number(name, text, one)
+            self._take_number(name, text, argument)
         elif name in FLAGS:
-            self._take_flag(name, text, one)
+            self._take_flag(name, text, argument)
         elif name in TEXTS:
             self.values[name] = text
         elif text.lower() in OFF:
-            self.unused[name] = one.said
+            self.unused[name] = argument.said
         else:
             known = (*NUMBERS, *TEXTS, *FLAGS, *FIXED, *SAME)
             hint = did_you_mean(name, known)
-            self._refuse(one, f"no such argument is known here{hint}")
+            self._refuse(argument, f"no such argument is known here{hint}")
 
-    def _take_number(self, name: str, text: str, one: Given) -> None:
+    def _take_number(self, name: str, text: str, argument: Given) -> None:
         try:
             self.values[name] = NUMBERS[name](text)
         except ValueError:
-            self._refuse(one, "give a number")
+            self._refuse(argument, "give a number")
 
-    def _take_flag(self, name: str, text: str, one: Given) -> None:
+    def _take_flag(self, name: str, text: str, argument: Given) -> None:
         if text.lower() in SWITCHES:
             self.values[name] = SWITCHES[text.lower()]
         else:
-            self._refuse(one, "give true or false")
+            self._refuse(argument, "give true or false")
 
-    def _refuse(self, one: Given, why: str) -> None:
-        where = f" ({one.place})" if one.place else ""
-        self.draft.problems.append(Problem(why).within(f"{one.said}{where}: "))
+    def _refuse(self, argument: Given, why: str) -> None:
+        where = f" ({argument.place})" if argument.place else ""
+        self.draft.problems.append(Problem(why).within(f"{argument.said}{where}: "))
 
     def get(self, name: str) -> Any:
         """Return the value of an argument, or the program's default."""
@@ -292,6 +292,7 @@ def add_trainer(
 
 
 def _add_model(settings: TrainerArguments) -> None:
+    """Add the model whose weights are trained further, by its folder."""
     draft = settings.draft
     name = "model_name_or_path"
     path = settings.get(name)
@@ -309,6 +310,8 @@ def _add_model(settings: TrainerArguments) -> None:
 
 
 def _add_length(settings: TrainerArguments, ranks: int | None) -> None:
+    """Add the length of samples and of the run, the batches and the seed. ranks: all of them are
+    replicas; None if their number is not known."""
     draft = settings.draft
     length = settings.get("max_length")
     if length:
@@ -346,6 +349,7 @@ def _times(micro: int, replicas: int) -> int:
 
 
 def _add_rate(settings: TrainerArguments) -> None:
+    """Add the schedule of the rate, which ends at 0."""
     draft = settings.draft
     settings.put("lr.peak", settings.get("learning_rate"), "learning_rate")
     name = settings.get("lr_scheduler_type")
@@ -402,6 +406,8 @@ def _add_optimizer(settings: TrainerArguments) -> None:
 
 
 def _add_precision(settings: TrainerArguments) -> None:
+    """Add the dtype of products: of --fp16, otherwise of the weights that are loaded, otherwise of
+    --bf16."""
     draft = settings.draft
     dtype = DTYPES.get(str(settings.values.get("torch_dtype")).removeprefix("torch."), "")
     if settings.values.get("fp16"):
@@ -442,7 +448,7 @@ def _add_rest(settings: TrainerArguments) -> None:
     settings.put("checkpoint.keep", limit or "all", "save_total_limit")
     settings.put("log.every", settings.get("logging_steps"), "logging_steps")
     trackers = str(settings.get("report_to") or "").split()
-    known = [one for one in trackers if one in ("tensorboard", "wandb")]
+    known = [tracker for tracker in trackers if tracker in ("tensorboard", "wandb")]
     if known:
         settings.put("log.to", known, "report_to")
 
@@ -505,8 +511,8 @@ def _add_fsdp(settings: TrainerArguments, folder: Path, documents: Mapping[str, 
     if settings.get("fsdp_config"):
         config = _json_of(settings, "fsdp_config", folder, documents)
     unused = add_fsdp(settings.draft, settings.origin(*names), switch, config)
-    for one in unused:
-        settings.unused[one] = f"fsdp_config: {one}"
+    for key in unused:
+        settings.unused[key] = f"fsdp_config: {key}"
 
 
 def _json_of(

@@ -88,6 +88,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _refuse_if_on(draft: Draft, said: str, key: str, value: Any) -> None:
+    """Add a problem with a switch that no run here has, if it is on."""
     if _is_on(value):
         why = "runs train with torch's own collectives here"
         if key in OFFLOADS:

@@ -71,10 +71,11 @@ class Chain:
                     second=leaf.value,
                 )
             is_open = isinstance(leaf.value, UnknownValue)
-            match = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
-            if match:
-                self.absent.append(match[1])
-                leaf = leaf._replace(value=match[2])
+            variable = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
+            if variable:
+                name, default = variable.groups()
+                self.absent.append(name)
+                leaf = leaf._replace(value=default)
             self.leaves[leaf.name] = leaf
 
 
@@ -90,10 +91,12 @@ def leaves_of(table: PlainDict, file: str) -> Iterator[Leaf]:
 def read_chain(path: Path, table: PlainDict) -> Chain | None:
     """Return the settings that a YAML file and those that it names have together; None if it names
     none. Raises UserError for a file that is not there."""
+    # an experiment of Primus
     modules = table.get("modules")
     if isinstance(modules, PlainDict):
-        trainers = [one for one in _tables(modules) if one.get("framework") == FRAMEWORK]
+        trainers = [module for module in _tables(modules) if module.get("framework") == FRAMEWORK]
         return _read_primus(path, trainers[0]) if len(trainers) == 1 else None
+    # one of FlagScale, which Hydra composes
     defaults = table.get("defaults")
     names = _named_by(defaults) if isinstance(defaults, PlainSequence) else {}
     return _read_group(path, table, names[GROUP]) if GROUP in names else None
@@ -123,8 +126,9 @@ def _root(path: Path, name: str) -> Path:
     """Return the folder of the files of Primus, by the name of one of them. Raises UserError."""
     above = [*path.resolve().parents][:MOST_ABOVE]
     folders = [above[0], *(folder / CONFIGS for folder in above)]
-    for folder in folders if len(name) <= LONGEST_NAME else ():
-        if (folder / name).is_file():
+    is_name = len(name) <= LONGEST_NAME
+    for folder in folders:
+        if is_name and (folder / name).is_file():
             return folder
     raise UserError.of("import.no_named_file", path=path, name=name)
 

@@ -48,8 +48,9 @@ class Replay:
 
 
 def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
-    """Return the entry of the first bit that differs between both runs, in their own precision.
+    """Take both runs again in their own precision and compare them bit by bit.
 
+    Return the certificate's entry, which names the first difference if there is one.
     take: carries out a run and returns its record.
     """
     # A rank of a pipeline passes the borders of its own stages only. Their order over the whole
@@ -75,15 +76,17 @@ def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
 
 
 def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
-    """Return the entry of the run that differs from one process in float64, of both the one that
-    does so in the earlier step.
+    """Take both runs again in float64 and compare each with one process in float64.
 
+    Return the certificate's entry of the run that differs; if both do, of the one whose first
+    difference is in the earlier step.
     take: carries out a run and returns its record.
     """
     one_process = alone(in_float64(replay.a))
     reference_run = replay.recorded_run("reference", one_process)
     reference = take(reference_run)
-    # the same from weights moved by rounding: how far float64 itself carries
+    # The same from weights that are moved by about one rounding: as far as its results are from the
+    # reference, float64 cannot tell.
     shaken_plan = replace(replay.plan, shaken=EPSILON["fp64"])
     shaken_run = replay.recorded_run("shaken", one_process, shaken_plan)
     noise = Noise(perturbed_run=take(shaken_run))
@@ -108,11 +111,11 @@ def decisive_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     # runs agree only if each of them is proven
     verdict_order = (WRONG, NOT_TRIED, PROVEN)
 
-    def rank(entry: Mapping[str, Any]) -> tuple[int, int]:
+    def by_verdict_and_step(entry: Mapping[str, Any]) -> tuple[int, int]:
         first_difference = entry.get("first", {})
         return verdict_order.index(entry["verdict"]), first_difference.get("step", 0)
 
-    return min(entries, key=rank)
+    return min(entries, key=by_verdict_and_step)
 
 
 def _entry(
@@ -146,7 +149,7 @@ def _locate_sample(
     first_difference: Difference, run_config: RunConfig, candidate: Record, reference_record: Record
 ) -> dict[str, Any]:
     """Return sample, replica and micro-batch of a difference between activations or their
-    gradients."""
+    gradients; {} for other quantities, which belong to no sample."""
     if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
     border = (first_difference.quantity, first_difference.name)

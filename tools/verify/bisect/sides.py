@@ -162,8 +162,9 @@ def must_be_equal(first_run: RunConfig, second_run: RunConfig) -> bool:
 def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
     """Return a line for each key that differs and that numbers depend on, other than the layout.
 
-    Of the data only the weights of a blend are compared, for its tokens count (`other_tokens`).
-    Left out are a vocabulary that is theirs and keys of the learning rate that give the same rates.
+    Of the data only the weights of a blend are compared here; `other_tokens` compares what the data
+    sets hold. Left out are a vocabulary that one run takes from its data, and keys of the learning
+    rate if both runs have the same rates in all steps.
     """
     ignored_keys = ["parallel.*"]
     for pattern in KEYS_WITHOUT_EFFECT:
@@ -215,6 +216,7 @@ class _KeyDifference(NamedTuple):
 
 
 def _different_keys(first_run: RunConfig, second_run: RunConfig) -> Iterator[_KeyDifference]:
+    """Yield the keys of run files whose values differ."""
     for (table, first_table), (_, second_table) in zip(first_run, second_run, strict=True):
         for key_name, value in first_table:
             if value == getattr(second_table, key_name):
@@ -226,11 +228,10 @@ def _different_keys(first_run: RunConfig, second_run: RunConfig) -> Iterator[_Ke
 
 
 def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records:
-    """Compare what both runs have recorded of the steps that both took.
+    """Return what both runs have recorded of the steps that both took, with the first difference.
 
-    Where bits must be equal, that is the digests of both and the metrics: there may be none of some
-    steps, and the earlier difference tells more. by: of which the first difference is; digests if
-    there is none.
+    Where bits must be equal, digests and metrics are both compared, and the earlier difference
+    counts: some steps may have no digests. Without a difference the result is that of the digests.
     """
     # metrics may have steps that were taken without digests
     metrics = _compare_metrics(first_side, second_side, exact)
@@ -250,7 +251,8 @@ def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records
 
 
 def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Records:
-    """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
+    """Return the first step whose outcome, loss, norm or loss scale differs in the runs'
+    metrics."""
     first_metrics = first_side.metrics
     second_metrics = second_side.metrics
     common_steps = sorted(first_metrics.keys() & second_metrics.keys())
@@ -266,7 +268,7 @@ def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Record
 def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None:
     """Return the first difference between the states after steps, and between a loaded state and
     that of a step."""
-    # a side reads its file on each access
+    # read once: `digests` and `loaded` read the file on each access
     our_digests = first_side.digests
     their_digests = second_side.digests
     partings = [first_parting(our_digests, their_digests)]
@@ -280,6 +282,8 @@ def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None
 def _metrics_parting(
     step: int, first_fields: Mapping[str, Any], second_fields: Mapping[str, Any], exact: bool
 ) -> Parting | None:
+    """Return the first field of a step's metrics that differs, and how many others do; None if all
+    of STEP_FIELDS agree."""
     tolerance = 0.0 if exact else TOLERANCE
     different_fields = [
         field_name
@@ -358,6 +362,7 @@ def other_tensors(first_store: Store, second_store: Store) -> list[str]:
 
 
 def _same_bits(stored_name: str, first_store: Store, second_store: Store) -> bool:
+    """Return True if a stored tensor has the same bits in both stores."""
     kind, tensor_name = stored_name.split("/", 1)
     first_values = first_store.read(kind, tensor_name)
     second_values = second_store.read(kind, tensor_name)

@@ -73,6 +73,7 @@ def _measure_offset() -> dict[str, float]:
         # Rank 0 has read its clock half of the way, give or take the other half.
         one_way = (time.monotonic() - start) / 2
         measured.append((one_way, before + one_way - float(answer)))
+    # the quickest answer, which has the smallest error
     error_seconds, offset_seconds = min(measured)
     return {"offset": offset_seconds, "error": error_seconds}
 
@@ -87,6 +88,7 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a finding for each rank whose clock differs from rank 0's."""
     for answer in answers:
         offset_seconds = answer.get("offset", 0.0)
         error_seconds = answer.get("error", 0.0)
@@ -100,6 +102,7 @@ def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a finding for each host whose clock is behind the time of its own files."""
     behind: dict[str, float] = {}  # by host: its ranks have one clock
     for answer in answers:
         if answer["behind_files"] > TOLERANCE:

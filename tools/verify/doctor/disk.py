@@ -80,6 +80,7 @@ def try_filesystem(tried_folder: Path, needed: int, disk: Disk | None = None) ->
 
 
 def _try_operations(tried_folder: Path, needed: int, disk: Disk) -> Answer:
+    """Return what a checkpoint's operations do in a folder, with what is wrong. needed: bytes."""
     free_bytes = disk.free(tried_folder)
     problems = [
         *_free_problems(free_bytes, needed),
@@ -111,6 +112,7 @@ def _try_operations(tried_folder: Path, needed: int, disk: Disk) -> Answer:
 
 
 def _free_problems(free_bytes: int, needed: int) -> Iterator[DiskProblem]:
+    """Yield what is wrong if too little is free."""
     if free_bytes >= max(needed, LEAST_FREE):
         return
     if needed > LEAST_FREE:
@@ -137,6 +139,8 @@ def torn_renames(tried_folder: Path, disk: Disk) -> str:
     put_bytes(target, contents[0])
 
     def read_repeatedly() -> None:
+        """Read the file until writing is over, and keep the first content that is neither of the
+        two."""
         while not over.is_set() and not seen_faults:
             try:
                 content = target.read_bytes()

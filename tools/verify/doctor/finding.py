@@ -79,6 +79,7 @@ def document(findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
 
 
 def _json_entry(finding: Finding) -> dict[str, Any]:
+    """Return a finding as it is written to a JSON file."""
     json_entry: dict[str, Any] = {
         "check": finding.check,
         "verdict": finding.verdict,

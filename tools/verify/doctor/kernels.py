@@ -103,6 +103,7 @@ def _try_mx_products(device: torch.device) -> Trial:
 
 
 def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
+    """Return whether a kernel for products of scaled FP8 is here, and right."""
     kernel, refusal_reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
     # and it is right: `choose_kernel` has tried it
     if kernel is not None:
@@ -115,13 +116,15 @@ def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
 def _try_package(package: Package, sizes: tuple[int, ...], device: torch.device) -> Trial:
     """Return if a package with kernels of recurrent layers is here and right. sizes: as its trial
     takes them."""
-    # of a plain run
+    # of a run with default settings
     setting = KernelSetting(device.type, torch.bfloat16, canonical=False, deterministic=False)
-    kernel, name = kernel_choice.choose(package, setting)
+    kernel, name_or_reason = kernel_choice.choose(package, setting)
     if kernel is None:
-        return Trial(ABSENT, name)
+        return Trial(ABSENT, name_or_reason)
     fault = package.trial(kernel, sizes, TOKENS, setting.products)
-    return Trial(FAULTY, f"{name} {fault}") if fault else Trial(HERE, "")
+    if fault:
+        return Trial(FAULTY, f"{name_or_reason} {fault}")
+    return Trial(HERE, "")
 
 
 def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
@@ -166,6 +169,7 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_kernel(kernel_name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield the findings about one kernel, which all hosts should have, or none."""
     faulty = dict[str, str]()  # the reason by host
     absent = dict[str, str]()
     for host_answer in hosts:

@@ -113,7 +113,8 @@ def measure(context: RankContext) -> list[Record]:
 
 
 def _measure_pair(context: RankContext, axis: Axis, turn: int) -> Iterator[Record]:
-    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ..."""
+    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ... The
+    first rank of each pair yields its record."""
     first = axis.rank % 2 == turn
     peer_rank = axis.rank + (1 if first else -1)
     if not 0 <= peer_rank < axis.size:  # the end of the axis has no neighbour in this turn
@@ -175,9 +176,11 @@ def _agree_on_bandwidth(pair: Pair, bandwidth: float) -> float:
 
 
 def _measure_collectives(context: RankContext, axis: Axis) -> Record:
-    """Sum and gather on all ranks of the axis, both in flight at once, and time a large sum."""
+    """Return whether sums and gathers over the axis are right if both are in flight at once, and
+    the time of a large sum."""
 
     def sum_and_gather() -> Record:
+        """Return whether a sum and a gather that run at once are right, and the time of a sum."""
         summed = torch.full((1000,), float(axis.rank + 1), device=context.device)
         local = torch.full((3,), axis.rank, device=context.device, dtype=torch.int64)
         finish_sum = axis.start_sum_(summed)
@@ -231,6 +234,7 @@ def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
 
 
 def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
+    """Yield a finding for each link that fails, or is slow beside others of its kind."""
     measured = [link for link in links if "error" not in link]
     for link in links:
         # links within a host go through memory: another kind than those between hosts
@@ -281,6 +285,7 @@ def _format_ends(link: Record) -> str:
 
 
 def _judge_collectives(axis: str, collectives: Sequence[Record]) -> Iterator[Finding]:
+    """Yield a finding for each rank whose sums or gathers over an axis are wrong."""
     check = f"links {axis}"
     for record in collectives:
         rank = f"rank {record['rank']} on {record['host']}"

@@ -120,6 +120,7 @@ def _different_versions(fact_name: str, answers: Sequence[Answer]) -> Iterator[F
 
 
 def _summarize_versions(answers: Sequence[Answer]) -> Finding:
+    """Return what is installed, for ranks that all have the same."""
     first_answer = answers[0]
     installed = [f"{name} {first_answer[name]}" for name in SUMMARIZED if first_answer.get(name)]
     message = f"{', '.join(installed)} on {first_answer['system']}"
@@ -147,6 +148,7 @@ def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield what is wrong with the GPUs, otherwise what they are."""
     problems = [
         *_unused_gpus(answers),
         *_shared_gpus(answers),
@@ -193,6 +195,7 @@ def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a finding for each GPU of which other processes use much memory."""
     for answer in answers:
         # A display or a monitor may take a little: only a noticeable share is named.
         used = answer.get("used_by_others", 0)
@@ -204,6 +207,7 @@ def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _different_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a finding for each GPU of another kind than most."""
     by_gpu = _by_value(answers, "gpu")
     usual_gpu = _usual_value(by_gpu)
     for gpu, affected in by_gpu.items():

@@ -177,6 +177,7 @@ def _collect_answers(context: RankContext, check_number: int, seconds: float) ->
 
 
 def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) -> _Judgement:
+    """Return the findings of a check; if ranks are silent, late or fail, this alone."""
     silent = dict[int, str]()
     for rank_number in range(context.size):
         if rank_number not in answers:

@@ -91,7 +91,7 @@ def _judge_presence(hosts: Sequence[Any]) -> Iterator[Finding]:
 
 
 def _form_world(context: RankContext) -> bool:
-    """Form the world of all ranks, over gloo.
+    """Form the world of all ranks, over gloo. Returns True: the ranks have met.
 
     The checks steer over CPUs, whatever the links are.
     """

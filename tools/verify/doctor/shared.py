@@ -36,7 +36,8 @@ def probe(context: RankContext) -> Answer:
 
 
 def _write(context: RankContext, readers: Sequence[int]) -> Answer:
-    """Write, replace and lock the file; after each wait until all readers have looked."""
+    """Write, replace and lock the file; after each wait until all readers have looked. Returns the
+    host that wrote, and where."""
     name = f".megaprec_doctor_shared_{os.getpid()}_{time.time_ns()}"
     shared_folder = context.folder.absolute() / name
     shared_folder.mkdir(parents=True)
@@ -136,6 +137,7 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_reader(reader_answer: Answer, writer_answer: Answer) -> Iterator[Finding]:
+    """Yield what is wrong with a shared folder by what one host sees that another has written."""
     shared_folder = f"{reader_answer['folder']} on {reader_answer['host']}"
     if reader_answer["written_s"] is None:
         message = f"{shared_folder}: a file that {writer_answer['host']} wrote there is not seen"

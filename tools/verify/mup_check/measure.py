@@ -123,18 +123,21 @@ def measure(
 def measure_draws(model: ModelConfig, training: Training, draws: int) -> ActivationMeasures:
     """Return the root mean squares over several seeds, each with its weights and its sample: one
     draw alone may happen to be larger at one width."""
-    measured = [
-        measure(model, replace(training, seed=training.seed + draw)) for draw in range(draws)
-    ]
-    steps = range(training.steps)
-    return ActivationMeasures(
-        _mean([one.initial for one in measured]),
-        [_mean([one.changes[step] for one in measured]) for step in steps],
-    )
+    measured: list[ActivationMeasures] = []
+    for draw in range(draws):
+        of_draw = replace(training, seed=training.seed + draw)
+        measured.append(measure(model, of_draw))
+    initial = _mean([measures.initial for measures in measured])
+    changes: list[dict[str, float]] = []
+    for step in range(training.steps):
+        changes_of_draws = [measures.changes[step] for measures in measured]
+        changes.append(_mean(changes_of_draws))
+    return ActivationMeasures(initial, changes)
 
 
 def _mean(sizes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the root mean square of each size."""
+    """Return the root mean square over the draws of each activation's size.
+    sizes: of each draw, by activation."""
     means: dict[str, float] = {}
     for name in sizes[0]:
         squares = [of_draw[name] ** 2 for of_draw in sizes]
@@ -210,7 +213,8 @@ def _record(
 
 @contextmanager
 def _hooks(stage: "RecordingStage", keep: Keep, matrices: Mapping[str, _Matrix]) -> Iterator[None]:
-    """Context manager in which the modules of a stage give their activations to `keep`."""
+    """Context manager in which the modules of a stage give their activations to `keep`, by the
+    names that the verdict uses."""
     handles = [stage.layers["0"].register_forward_pre_hook(_input_hook("embedding", keep))]
     for name, matrix in matrices.items():
         hook = _update_hook(name, matrix, stage.context.tp, keep)
@@ -282,9 +286,12 @@ class _AttentionWithScores(Attention):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
+        """Show the scores, and return the output."""
         if self.keep_scores is not None:
             scale = self.scale or query.shape[-1] ** -0.5
-            keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+            # grouped attention: several heads of queries share one of keys
+            queries_per_key = query.shape[1] // key.shape[1]
+            keys = key.repeat_interleave(queries_per_key, 1)
             self.keep_scores(query @ keys.transpose(2, 3) * scale)
         return super()._core_attention(query, key, value, microbatch, attn_mask)
 

@@ -28,7 +28,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """The slope of the base-2 logarithm of sizes in that of widths, by least squares."""
+    """A straight line through the sizes of an activation by width, both as base-2 logarithms, by
+    least squares: only its slope is kept."""
 
     slope: float
 
@@ -52,10 +53,12 @@ def rows(widths: Sequence[int], measured: Sequence[ActivationMeasures]) -> list[
 
 
 def _row(name: str, widths: Sequence[int], measured: Sequence[ActivationMeasures]) -> Row:
-    initial_sizes = [one.initial[name] for one in measured]
-    steps = range(len(measured[0].changes))
-    # by step, the change at each width
-    changes = [[one.changes[step][name] for one in measured] for step in steps]
+    """Return the sizes of the activation `name` at each width, their slopes, and the verdict."""
+    initial_sizes = [of_width.initial[name] for of_width in measured]
+    num_steps = len(measured[0].changes)
+    changes: list[list[float]] = []  # by step, the change at each width
+    for step in range(num_steps):
+        changes.append([of_width.changes[step][name] for of_width in measured])
     fits = [Fit.of(widths, sizes) for sizes in changes]
     row: Row = {
         "activation": name,

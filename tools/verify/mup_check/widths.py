@@ -87,8 +87,9 @@ def _problems(model: ModelConfig, hidden: int, growing: Growing) -> list[Problem
     for key, width in _grown(model, hidden, growing, grows_kv_heads=False).items():
         if not isinstance(width, Fraction) or width.denominator == 1:
             continue
-        of_model = width * model.hidden / hidden
-        unit = model.hidden // gcd(model.hidden, int(of_model))
+        # The width is whole at the hidden sizes that are multiples of this unit.
+        width_of_model = width * model.hidden / hidden
+        unit = model.hidden // gcd(model.hidden, int(width_of_model))
         problems.append(
             Problem.of(
                 "command.mup_check_size", hidden=hidden, key=key, width=float(width), unit=unit
@@ -160,7 +161,8 @@ def _shortened(model: ModelConfig) -> dict[str, Any]:
     if not keys["dense_layers"]:
         del keys["dense_ffn"]
     if model.experts:
-        # Each token passes all experts: which ones are chosen jumps, and no weight moves so.
+        # Each token passes all experts: a change in the choice of experts would be a jump, and
+        # would hide how far the weights move.
         experts = min(model.experts, EXPERTS)
         keys |= {"experts": experts, "experts_per_token": experts}
         groups = {"groups": 1, "groups_per_token": 1}
@@ -173,7 +175,7 @@ def _shortened(model: ModelConfig) -> dict[str, Any]:
     keys["nope_layers"] = tuple(layer for layer in model.nope_layers if layer < layers)
     if len(keys["nope_layers"]) == layers:
         keys["nope_layers"] = ()
-    # one that is no default is that of all widths
+    # A default depends on the width and is computed anew; a given one holds at all widths.
     if model.attention_scalar == default_attention_scalar(dict(model)):
         del keys["attention_scalar"]
     return keys

@@ -36,6 +36,8 @@ def compare_with_oracle(candidate: Record, oracle: Record, noise: Noise) -> list
 
 
 def _compare_step(comparison: StepComparison) -> Iterator[Difference]:
+    """Yield the differences of a layout from the oracle in one step, in the order of its
+    computation."""
     step = comparison.step
     number = step + 1
     candidate = comparison.candidate
@@ -50,14 +52,15 @@ def _compare_step(comparison: StepComparison) -> Iterator[Difference]:
     outcomes = (record.steps[step]["outcome"] for record in (candidate, oracle))
     yield compare_exactly("found_inf", "outcome", number, *outcomes)
     yield comparison.number("learning rate", "lr")
-    free = undetermined(oracle, comparison.noise, step)
+    # how far a weight may be from the oracle's where rounding alone decides which way it moves
+    free_distances = undetermined(oracle, comparison.noise, step)
     for kind in oracle.tensors:
         if not kind.startswith(f"after/{step}/"):
             continue
         state = kind.rpartition("/")[2]
         quantity = "weights" if state == "weight" else "moments"
         # moments follow gradients, which rounding moves by very little
-        may_differ = free if state in ("weight", "ema") else None
+        may_differ = free_distances if state in ("weight", "ema") else None
         yield from comparison.tensors(quantity, kind, oracle.names, UPDATED_BOUND, may_differ)
     yield from compare_copies(candidate, f"after/{step}/")
     for conflict_step, quantity in candidate.rank_conflicts:

@@ -67,13 +67,15 @@ def _beyond_plain(config: RunConfig) -> Iterator[LeftOut]:
 
 
 def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
+    """Yield the parts of a model's loss and gradients that transformers does not have."""
     model = config.model
     if model.experts and model.router_aux_loss:
         reason = "transformers balances over the layers of a batch together"
         yield LeftOut("model.router_aux_loss", reason, {"router_aux_loss": 0.0})
     for key in ("router_z_loss", "mtp_layers"):
-        if getattr(model, key):
-            zero = type(getattr(model, key))(0)
+        value = getattr(model, key)
+        if value:
+            zero = type(value)(0)  # an int or a float, as the key has it
             yield LeftOut(f"model.{key}", "transformers has none", {key: zero})
     for key in ("embedding_grad_scale", "head_grad_scale"):
         if getattr(model, key) != 1.0:
@@ -83,8 +85,8 @@ def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
 def without_left_out(config: RunConfig, oracle: str) -> RunConfig:
     """Return the run without the parts that `left_out` returns."""
     update: dict[str, Any] = {}
-    for each in left_out(config, oracle):
-        update |= each.update
+    for part in left_out(config, oracle):
+        update |= part.update
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
@@ -128,6 +130,7 @@ def _require_transformers() -> None:
 
 
 def _problems(config: RunConfig, own_precision: bool) -> Iterator[Problem]:
+    """Yield why an oracle cannot train a run. own_precision: see `require_possible`."""
     model = config.model
     optimizer = config.optimizer
     if model.factory:

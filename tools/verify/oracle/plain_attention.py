@@ -24,7 +24,7 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
         has_window = window > 0
         query = rotated(config, query, positions, has_window)
         key = rotated(config, key, positions, has_window)
-        query = _grown(config, query, positions)
+        query = _scaled_by_position(config, query, positions)
     # heads of queries that share one of keys and values
     group = config.heads // config.kv_heads
     key = key.repeat_interleave(group, 1)
@@ -115,14 +115,17 @@ def _normal(config: ModelConfig, w: Weights, name: str, features: Tensor) -> Ten
     return rms_norm(config, weight, features)
 
 
-def _grown(config: ModelConfig, query: Tensor, positions: Tensor) -> Tensor:
-    """Return queries [b, n, s, d] times their factors, which grow from one original length to the
-    next."""
+def _scaled_by_position(config: ModelConfig, query: Tensor, positions: Tensor) -> Tensor:
+    """Return queries [b, n, s, d], each times 1 + beta * log(1 + position // original length).
+
+    The factor is 1 within the original length, and larger in each further such length. A model
+    without `query_beta` has its queries as they are.
+    """
     scaling = config.rope_scaling
     if not scaling.query_beta:
         return query
-    lengths = positions // scaling.original_max_position_embeddings
-    factors = 1 + scaling.query_beta * (1 + lengths.double()).log()
+    lengths_before = positions // scaling.original_max_position_embeddings
+    factors = 1 + scaling.query_beta * (1 + lengths_before.double()).log()
     return query * factors[:, None, :, None].to(query)
 
 
@@ -134,22 +137,24 @@ def _in_heads(features: Tensor, num_heads: int) -> Tensor:
 
 
 def _from_latents(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
-    """Return queries, keys and values, which are not yet rotated: the features that turn come
-    first, and all heads share those of their keys."""
+    """Return queries, keys and values of latent attention (MLA), which are not yet rotated.
+
+    In queries and keys the features that are rotated come first; all heads share those of keys.
+    """
     if config.latent.query_rank:
         latent = _latent(config, w, f"{name}.query", x)
         query = linear(w, f"{name}.query_up", latent)
     else:
         query = linear(w, f"{name}.query", x)
-    still = linear(w, f"{name}.key_up", _latent(config, w, f"{name}.key_value", x))
+    unrotated = linear(w, f"{name}.key_up", _latent(config, w, f"{name}.key_value", x))
     value = linear(w, f"{name}.value_up", _latent(config, w, f"{name}.key_value", x))
     query = _in_heads(query, config.heads)
-    still = _in_heads(still, config.heads)
+    unrotated = _in_heads(unrotated, config.heads)
     value = _in_heads(value, config.heads)
-    turning = linear(w, f"{name}.key_rope", x)
-    turning = turning.unsqueeze(1)
-    turning = turning.expand(-1, config.heads, -1, -1)
-    key = torch.cat((turning, still), -1)
+    to_rotate = linear(w, f"{name}.key_rope", x)
+    to_rotate = to_rotate.unsqueeze(1)
+    to_rotate = to_rotate.expand(-1, config.heads, -1, -1)
+    key = torch.cat((to_rotate, unrotated), -1)
     return query, key, value
 
 

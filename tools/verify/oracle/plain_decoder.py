@@ -75,20 +75,20 @@ def ahead(
     last = config.layers - 1
     for k in range(1, config.mtp_layers + 1):
         name = f"mtp.{k - 1}"
-        nothing = torch.zeros_like(tokens[:, :k])
-        later = torch.cat((tokens[:, k:], nothing), 1)
-        embedded = _embedded(config, w, later[:, :length])
-        read = norm(config, w, f"{name}.embedding_norm", embedded)
-        before = norm(config, w, f"{name}.hidden_norm", x)
-        both = torch.cat((read, before), -1)
-        projected = linear(w, f"{name}.projection", both)
-        # a module's layer is such as the model's last
-        own = _renamed(w, name, f"layers.{last}")
-        x = _layer(config, own, last, projected, _places(tokens), routings)
+        padding = torch.zeros_like(tokens[:, :k])
+        shifted_tokens = torch.cat((tokens[:, k:], padding), 1)
+        embedded = _embedded(config, w, shifted_tokens[:, :length])
+        normal_embedded = norm(config, w, f"{name}.embedding_norm", embedded)
+        normal_hidden = norm(config, w, f"{name}.hidden_norm", x)
+        joined = torch.cat((normal_embedded, normal_hidden), -1)
+        projected = linear(w, f"{name}.projection", joined)
+        # a module's layer has the settings of the model's last layer, and weights of its own
+        own_weights = _renamed(w, name, f"layers.{last}")
+        x = _layer(config, own_weights, last, projected, _places(tokens), routings)
         x = norm(config, w, f"{name}.final_norm", x)
         num_predicting = max(0, length - k)
-        made = of_head(config, w, x[:, :num_predicting])
-        loss = F.cross_entropy(made.transpose(1, 2), targets[:, k:], reduction="none")
+        module_logits = of_head(config, w, x[:, :num_predicting])
+        loss = F.cross_entropy(module_logits.transpose(1, 2), targets[:, k:], reduction="none")
         losses.append(loss)
     return losses
 
@@ -135,6 +135,8 @@ def _layer(
     positions: Tensor,
     routings: list[Routing],
 ) -> Tensor:
+    """Return what layer n makes of the residual stream x [b, s, hidden]: x and what its attention
+    and its feed-forward add, or its one branch with `hybrid_pattern`."""
     name = f"layers.{n}"
     if config.hybrid_pattern:
         summed = x + config.branch_scale * _branch(config, w, n, x, positions, routings)

@@ -99,6 +99,7 @@ def _unknown(config: ModelConfig) -> UserError:
 
 
 def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
+    """Return what a feed-forward with a gate gives to its last matrix. Raises UserError."""
     if config.mlp == "swiglu":
         return F.silu(gate) * up
     if config.mlp == "geglu":
@@ -138,8 +139,8 @@ def experts(
         y = y * gate.sigmoid()
     for n in range(config.experts):
         weight = weights[..., [n]]
-        made = mlp(config, w, f"{name}.experts.{n}", x)
-        y = y + weight * made
+        expert_output = mlp(config, w, f"{name}.experts.{n}", x)
+        y = y + weight * expert_output
     return y
 
 
@@ -154,7 +155,7 @@ def _chosen(config: ModelConfig, correction: Tensor | None, scores: Tensor) -> T
     last_group = settings.groups_per_token - 1
     least_group = _descending(of_groups)[..., [last_group]]
     is_out = of_groups < least_group
-    # no score is as low
+    # lower than any score: experts of other groups are never chosen
     ranked = groups.masked_fill(is_out.unsqueeze(-1), -9.0)
     ranked = ranked.flatten(-2)
     last_expert = config.experts_per_token - 1

@@ -107,8 +107,7 @@ class PlainModel:
         logical name."""
         sharing: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, values in self._trained().items():
-            equals = sharing.setdefault(factors[name], [])
-            equals.append(values)
+            sharing.setdefault(factors[name], []).append(values)
         return sharing
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -124,10 +123,10 @@ class PlainModel:
         their experts were given."""
         gradients: Tensors = {}
         for name, values in self._weights.items():
-            found = self._loads[name] if is_correction(name) else values.grad
-            if found is None:
-                found = torch.zeros_like(values)
-            gradients[name] = found.clone()
+            gradient = self._loads[name] if is_correction(name) else values.grad
+            if gradient is None:
+                gradient = torch.zeros_like(values)
+            gradients[name] = gradient.clone()
         return gradients
 
     def moments(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensors:

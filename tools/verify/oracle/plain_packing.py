@@ -18,6 +18,17 @@ class PlainRow(NamedTuple):
     counts: Tensor
 
 
+class _Piece(NamedTuple):
+    """A part of a document within one sample.
+
+    start: its first token in the stream. length: in tokens. document: number of the document.
+    """
+
+    start: int
+    length: int
+    document: int
+
+
 def packed_rows(stream: Tensor, document_lengths: list[int], seq_length: int) -> list[PlainRow]:
     """Return all samples of a stream, in the order of their first tokens.
 
@@ -33,12 +44,14 @@ def packed_rows(stream: Tensor, document_lengths: list[int], seq_length: int) ->
         for start, length, document in sample:
             document_start = document_starts[document]
             document_end = document_start + document_lengths[document]
-            # the last target of a piece is the next token of its document
+            # The last target of a piece is the next token of its document. The next piece of the
+            # sample writes its first token over it.
             end = min(start + length + 1, document_end)
             columns = slice(column, column + end - start)
             tokens[columns] = stream[start:end]
             documents[columns] = document
             counts[columns] = 1
+            # the token before it in the sample is not the one before it in the text
             if start > document_start:
                 counts[column] = 0
             column += length
@@ -48,22 +61,26 @@ def packed_rows(stream: Tensor, document_lengths: list[int], seq_length: int) ->
 
 def _samples(
     document_lengths: list[int], document_starts: list[int], seq_length: int
-) -> list[list[tuple[int, int, int]]]:
-    """Return start, length and document of the pieces of each sample."""
-    pieces = list[tuple[int, int, int]]()
+) -> list[list[_Piece]]:
+    """Return the pieces of each sample, in the order of the stream.
+
+    The longest pieces are placed first, each into the sample whose room it fills best.
+    """
+    pieces = list[_Piece]()
     for document, start in enumerate(document_starts):
         end = start + document_lengths[document]
         for piece_start in range(start, end, seq_length):
-            pieces.append((piece_start, min(seq_length, end - piece_start), document))
-    samples = list[list[tuple[int, int, int]]]()
-    rooms = list[int]()
-    for piece in sorted(pieces, key=lambda piece: -piece[1]):
-        fitting = [(room, number) for number, room in enumerate(rooms) if room >= piece[1]]
+            length = min(seq_length, end - piece_start)
+            pieces.append(_Piece(piece_start, length, document))
+    samples = list[list[_Piece]]()
+    rooms = list[int]()  # tokens that each sample still has room for
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
+        fitting = [(room, number) for number, room in enumerate(rooms) if room >= piece.length]
         if not fitting:
             samples.append([piece])
-            rooms.append(seq_length - piece[1])
+            rooms.append(seq_length - piece.length)
             continue
-        _, number = min(fitting)
+        _, number = min(fitting)  # the least room; of equal ones the first sample
         samples[number].append(piece)
-        rooms[number] -= piece[1]
+        rooms[number] -= piece.length
     return sorted(sorted(sample) for sample in samples)

@@ -26,16 +26,15 @@ def rotated(config: ModelConfig, x: Tensor, positions: Tensor, has_window: bool)
     else:
         frequencies = _frequencies(config, half, positions.shape[1])
         factor = _yarn_factor(config)
-    places = positions.double()
-    angles = places[..., None] * frequencies
+    angles = positions.double()[..., None] * frequencies
     angles = angles.unsqueeze(1)  # of all heads
     lengths = torch.full_like(angles, factor)
     turns = torch.polar(lengths, angles)
     first = x[..., :half].double()
     second = x[..., half:dims].double()
     turned = torch.complex(first, second) * turns
-    left = x[..., dims:]
-    return torch.cat((turned.real.to(x), turned.imag.to(x), left), -1)
+    unrotated = x[..., dims:]
+    return torch.cat((turned.real.to(x), turned.imag.to(x), unrotated), -1)
 
 
 def _unscaled(base: float, half: int) -> Tensor:
@@ -98,7 +97,7 @@ def _left_by_yarn(config: ModelConfig, half: int) -> Tensor:
     fast = max(fast, 0)
     slow = min(slow, 2 * half - 1)
     if fast == slow:
-        slow += 0.001
+        slow += 0.001  # no division by zero; the number is transformers'
     pairs = torch.arange(half, dtype=torch.float64)
     ramp = (pairs - fast) / (slow - fast)
     return 1 - ramp.clamp(0, 1)

@@ -58,6 +58,7 @@ def trained(
     steps: list[dict[str, Any]] = []
     samples: list[list[int]] = []
     run_sizes = sizes_of_steps(config.train, config.train.steps)
+    # the schedule of rates is counted in samples or in steps
     in_samples = config.lr.unit == "samples"
     length = sum(size.batch for size in run_sizes) if in_samples else config.train.steps
     for number, batch in enumerate(_batches(config, plan)):
@@ -81,8 +82,8 @@ def trained(
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
-    by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
-    return record, by
+    trained_by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
+    return record, trained_by
 
 
 def _states_after(
@@ -273,6 +274,8 @@ def _rows(config: RunConfig, document_lengths: Any) -> Callable[[int], PlainRow]
 def _within_documents(documents: Tensor) -> Tensor:
     """Return the place of each token since its document, or the sample, began."""
     places = torch.arange(documents.shape[1]).expand_as(documents)
-    begins = documents != documents.roll(1, 1)
-    begins[:, 0] = True
-    return places - (places * begins).cummax(1).values
+    is_first = documents != documents.roll(1, 1)
+    is_first[:, 0] = True
+    # the place of the newest first token up to each token
+    begin_of_document = (places * is_first).cummax(1).values
+    return places - begin_of_document

@@ -54,8 +54,8 @@ class TransformersModel:
 
     @contextmanager
     def computing(self) -> Iterator[Any]:
-        """Give transformers, which computes all in float64 within the context if that is the
-        model's dtype. Raises UserError if it is missing."""
+        """Context manager that gives transformers, which within it computes all in float64 if that
+        is the model's dtype. Raises UserError if it is missing."""
         try:
             with quiet_transformers() as transformers, self._widened(transformers):
                 yield transformers
@@ -96,7 +96,8 @@ class TransformersModel:
         different factors.
         """
         kinds = sorted(set(factors.values()))
-        # each element of a model like this one has the number of its factors
+        # A model like this one, in which each element is the number of its pair of factors, shows
+        # the factors of the logical tensors that each parameter consists of.
         numbers: Tensors = {}
         for name, values in self.weights().items():
             number = 0.0 if is_correction(name) else float(kinds.index(factors[name]))
@@ -106,7 +107,7 @@ class TransformersModel:
         sharing: dict[tuple[float, float], list[nn.Parameter]] = {}
         pairs = zip(marked.parameters(), self.module.named_parameters(), strict=True)
         for marks, (name, parameter) in pairs:
-            lowest, highest = (int(each) for each in marks.detach().aminmax())
+            lowest, highest = (int(mark) for mark in marks.detach().aminmax())
             if lowest != highest:
                 raise UserError.of("parity.oracle_groups", name=name)
             sharing.setdefault(kinds[lowest], []).append(parameter)
@@ -145,8 +146,11 @@ class TransformersModel:
         self.loads.clear()
 
     def _count_for(self, name: str, experts: int) -> Any:
-        def count(router: nn.Module, arguments: Any, made: Any) -> None:
-            *_, chosen = made
+        """Return a forward hook of a router that adds to `loads[name]` how many tokens each expert
+        was given."""
+
+        def count(router: nn.Module, arguments: Any, outputs: Any) -> None:
+            *_, chosen = outputs  # transformers' routers return the chosen experts last
             counts = torch.bincount(chosen.flatten(), minlength=experts).to(self.dtype)
             self.loads[name] = self.loads.get(name, 0) + counts
 

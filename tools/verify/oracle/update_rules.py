@@ -33,14 +33,15 @@ class PlainLion(torch.optim.Optimizer):
                     self._step(weights, group)
 
     def _step(self, weights: Tensor, group: dict[str, Any]) -> None:
-        of_step, of_momentum = group["betas"]
+        """Update one parameter and its momentum in place."""
+        beta_of_step, beta_of_momentum = group["betas"]
         state = self.state[weights]
         momentum = state.get("exp_avg", torch.zeros_like(weights))
         gradient = weights.grad
-        direction = torch.sign(of_step * momentum + (1 - of_step) * gradient)
+        direction = torch.sign(beta_of_step * momentum + (1 - beta_of_step) * gradient)
         decayed = direction + group["weight_decay"] * weights
         weights -= group["lr"] * decayed
-        state["exp_avg"] = of_momentum * momentum + (1 - of_momentum) * gradient
+        state["exp_avg"] = beta_of_momentum * momentum + (1 - beta_of_momentum) * gradient
 
 
 def _adamw(rule: AdamW, groups: Groups, lr: float) -> torch.optim.Optimizer:
@@ -61,8 +62,8 @@ def _lion(rule: Lion, groups: Groups, lr: float) -> torch.optim.Optimizer:
 class OracleRule:
     """The rule by which an oracle updates.
 
-    make: its optimizer, by megaprec's rule, of which the options are read alone, the groups of
-        parameters with their weight decays, and a rate.
+    make: returns its optimizer. Arguments: megaprec's rule, of which only the options are read; the
+        groups of parameters with their weight decays; the learning rate.
     name: of what computes, in a certificate.
     """
 

@@ -150,6 +150,8 @@ class BorderRecorder:
                 trace_modules(modules, leave, enter, self.active_modules)
 
     def _begin_stage(self, _: str, args: Sequence[Any], kwargs: object) -> None:
+        """Note which samples a call of a stage computes; record the tokens that the first is
+        given."""
         microbatch = args[1] if len(args) > 1 else None
         self._stage_call = None
         self.active_modules.clear()

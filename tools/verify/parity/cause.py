@@ -259,6 +259,7 @@ def _layer_of(tensor_name: str) -> str | None:
 
 
 def _missing_tensors(case: Case) -> str | None:
+    """Return a cause if logical tensors are missing, incomplete or of another shape."""
     missing = [difference for difference in case.failed if difference.quantity == "tensors"]
     tensor_names = [difference.name for difference in missing]
     layers = {_layer_of(tensor_name) for tensor_name in tensor_names}
@@ -299,6 +300,7 @@ def _stale_weights(case: Case) -> str | None:
 
 
 def _between_modules(case: Case) -> str | None:
+    """Return a cause if what one module makes agrees, and what the next is given does not."""
     module_path = case.origin.location
     if not module_path.startswith("between "):
         return None
@@ -359,6 +361,7 @@ def _scaled_gradients(case: Case) -> str | None:
 
 
 def _wrong_head_gradient(case: Case) -> str | None:
+    """Return a cause if the loss agrees and the gradient of the head's input does not."""
     if case.origin.location != HEAD:
         return None
     return (
@@ -369,6 +372,7 @@ def _wrong_head_gradient(case: Case) -> str | None:
 
 
 def _wrong_backward(case: Case) -> str | None:
+    """Return the general cause of a gradient that first differs at a module."""
     module_path = case.origin.location
     if case.parallel.recompute != "none":
         recomputed_note = "; or what is made again for its backward pass is something else"
@@ -388,6 +392,7 @@ def _wrong_backward(case: Case) -> str | None:
 
 
 def _tied_gradient(case: Case) -> str | None:
+    """Return a cause if the gradient of the tied embedding and head alone differs."""
     if not case.tied or set(case.gradient_ratios) != {case.tied}:
         return None
     return (

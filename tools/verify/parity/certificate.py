@@ -229,6 +229,7 @@ def _stations(differences: Sequence[Difference], step: int) -> Iterator[dict[str
 
 
 def _station(difference: Difference, quantity_name: str) -> dict[str, Any]:
+    """Return the entry of a quantity in a certificate, at one station of a step."""
     if difference.inconclusive:
         verdict = NOT_TRIED
     elif difference.fails:
@@ -369,7 +370,8 @@ def run_digest(config: RunConfig) -> str:
 
 
 def write(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """Write files by name, each completely or not at all. Raises UserError if that fails."""
+    """Write files by name, each completely or not at all; return their paths. Raises UserError if
+    that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file_name, text in texts.items():

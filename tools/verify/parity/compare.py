@@ -111,8 +111,8 @@ def _failure(quantity: str, tensor_name: str, step_number: int, note: str = "") 
 
 
 def compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference]:
-    """Compare the sets of logical tensors: each is present, complete and of the same shape, and
-    there are no others."""
+    """Yield the differences of the sets of logical tensors: each is present, complete and of the
+    same shape, and there are no others."""
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in dict.fromkeys([*their_weights, *our_weights]):
@@ -144,7 +144,7 @@ def _common_tensors(candidate: Tensors, reference: Tensors) -> list[str]:
 
 
 def compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Difference]:
-    """Compare the weights before the first step, of which no bit may differ."""
+    """Yield the differences of the weights before the first step, of which no bit may differ."""
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in _common_tensors(our_weights, their_weights):
@@ -164,7 +164,8 @@ def compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Di
 
 
 def compare_copies(candidate: Record, prefix: str) -> Iterator[Difference]:
-    """Compare the copies that ranks hold of tensors of the kinds that start with `prefix`."""
+    """Yield a failure for each tensor, of the kinds that start with `prefix`, of which ranks hold
+    copies that differ."""
     for tensor_kind, tensor_name in candidate.copy_conflicts:
         if tensor_kind.startswith(prefix):
             # "before/weight", "gradient/STEP" or "after/STEP/KIND"
@@ -184,7 +185,7 @@ class StepComparison:
     step: int
 
     def number(self, quantity: str, report_key: str) -> Difference:
-        """Compare a number that both runs report."""
+        """Return the difference of a number that both runs report."""
 
         def read(run_record: Record) -> float:
             return run_record.steps[self.step][report_key]
@@ -205,8 +206,8 @@ class StepComparison:
         least_bound: float = 0.0,
         undetermined: Mapping[str, Tensor] | None = None,
     ) -> Iterator[Difference]:
-        """Compare the tensors of a kind, in the order of `names`; `compare_shapes` reports those
-        that one side lacks.
+        """Yield the differences of the tensors of a kind, in the order of `names`; `compare_shapes`
+        reports those that one side lacks.
 
         least_bound: of each of them, whatever the noise is.
         undetermined: how far each element may be from the reference's without an error, by tensor;
@@ -224,7 +225,7 @@ class StepComparison:
                 references.perturbed or {}, references.measured_from, undetermined
             )
             references = replace(references, perturbed=perturbed)
-        # a run that skipped this step has none, and measures nothing
+        # a run in float64 that skipped this step has no such tensors: no noise is measured with it
         references = replace(references, float64=references.float64 or None)
         reference = references.reference
         expected = references.expected
@@ -249,7 +250,11 @@ class StepComparison:
 
     def borders(self, kind: str) -> Iterator[Difference]:
         """Compare the values of every rank at each common border, in the order in which the one
-        process passed them."""
+        process passed them.
+
+        Yield one difference for each border: its error is the largest of any rank's, and infinite
+        if a rank that passes the border in other steps did not pass it in this one.
+        """
         references = self.noise.values(
             self.reference, lambda run_record: _values_by_border(run_record, kind, self.step)
         )
@@ -260,12 +265,12 @@ class StepComparison:
             if not ranks:
                 continue
             rank_values = self.candidate.borders_at((kind, border), self.step)
-            # A part may be small by chance, so its own norm would be no measure:
-            # the scale of a rank's part is that of the full values, for as many elements
+            # The error of a rank's part is relative to the full values' norm, scaled to as many
+            # elements as the part has: its own norm may be small by chance.
             element_scale = scales[border] / math.sqrt(full_values.numel())
             (reference_values,) = self.reference.borders_at((kind, border), self.step)
-            # a rank that passed it in other steps has to pass it in this one
-            failing = sorted(ranks - {values.rank for values in rank_values})
+            ranks_in_step = {values.rank for values in rank_values}
+            failing = sorted(ranks - ranks_in_step)
             errors = [math.inf for _ in failing]
             ratio = math.nan  # of the first rank that fails
             for border_values in rank_values:
@@ -295,12 +300,12 @@ class StepComparison:
 
 def _values_by_border(run_record: Record, tensor_kind: str, step_index: int) -> Tensors:
     """Return the values that one process saw by border: [samples, positions]."""
-    found: Tensors = {}
+    by_border: Tensors = {}
     for border_kind, border in run_record.borders:
         of_step = run_record.borders_at((border_kind, border), step_index)
         if border_kind == tensor_kind and of_step:
-            found[border] = of_step[0].values
-    return found
+            by_border[border] = of_step[0].values
+    return by_border
 
 
 def _select_part(
@@ -319,7 +324,8 @@ def _select_part(
 
 
 def _compare_step(comparison: StepComparison, norm_order: float) -> Iterator[Difference]:
-    """Compare what a step computes before its update, in the order of the computation."""
+    """Yield the differences of what a step computes before its update, in the order of the
+    computation."""
     number = comparison.step + 1
     candidate = comparison.candidate
     reference = comparison.reference
@@ -349,7 +355,8 @@ def _compare_step(comparison: StepComparison, norm_order: float) -> Iterator[Dif
 def _compare_updates(
     candidate: Record, repeated: Mapping[str, Tensors], noise: Noise, step_index: int
 ) -> Iterator[Difference]:
-    """Compare weights and moments with those that one process computes from the same gradients.
+    """Yield the differences of weights and moments from those that one process computes with the
+    same gradients.
 
     `compare_shapes` reports those that one side lacks.
     """

@@ -73,7 +73,7 @@ def take_fragments(
 
 
 def assemble(fragments: Iterable[Fragment]) -> AssembledTensors:
-    """Put fragments together, first to slices, then to full tensors.
+    """Return fragments put together, first to slices, then to full tensors.
 
     Where fragments hold the same element, the first one counts.
     """

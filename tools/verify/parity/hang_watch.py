@@ -115,6 +115,7 @@ def recorded_position(path: Path) -> Iterator[Trail]:
 
 
 def _write_positions(path: Path, is_over: Event, trail: Trail) -> None:
+    """Write where this rank is whenever that changes, until the run is over."""
     last = ""
     while not is_over.wait(EVERY):
         process = {"pid": os.getpid(), "processor": round(time.process_time(), 2)}
@@ -202,6 +203,8 @@ class Watch:
         return self.folder / f"{rank}.at"
 
     def _watch(self) -> None:
+        """Look at the ranks until the run is over; end them if none moves or computes for longer
+        than `patience` seconds while one waits."""
         seconds = 0.0  # since a rank was last seen moving or computing
         last_positions: dict[int, dict[str, Any]] = {}
         last_used = 0.0

@@ -99,7 +99,8 @@ def _value_problems(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def every(max_ranks: int) -> list[dict[str, Any]]:
-    """Return all layouts of 2, 4, 8, ... ranks up to `max_ranks`, the smallest first.
+    """Return all layouts of 2, 4, 8, ... ranks up to `max_ranks`, the smallest first, as keys of
+    [parallel].
 
     Sequences are cut over two ranks, alone and together with two ranks of each other axis.
     """
@@ -112,8 +113,13 @@ def every(max_ranks: int) -> list[dict[str, Any]]:
         is_wanted = context == 1 or (context == 2 and ranks <= 4)
         if 1 < ranks <= max_ranks and is_wanted:
             all_sizes.append(sizes)
+
+    def by_ranks_and_context(sizes: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        *_, context = sizes
+        return prod(sizes), context, sizes
+
     # so that the cheapest layouts, which show most faults, are named first
-    all_sizes.sort(key=lambda sizes: (prod(sizes), sizes[3], sizes))
+    all_sizes.sort(key=by_ranks_and_context)
     layouts: list[dict[str, Any]] = []
     for tensor, pipeline, data, context in all_sizes:
         layout = {"tensor": tensor, "pipeline": pipeline, "data": data}

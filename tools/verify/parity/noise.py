@@ -149,6 +149,11 @@ class Noise:
     def _low_precision_bounds(
         self, tensors: ReferenceValues[Tensors], float64: Tensors, scales: Mapping[str, float]
     ) -> dict[str, float]:
+        """Return the bound of each tensor in low precision, relative to its entry of `scales`.
+
+        It is LOW_PRECISION_SLACK times an error: the largest that a tensor of its kind has in any
+        layer, or the typical one of all tensors if that is more.
+        """
         common_error = self.epsilon
         largest: dict[str, float] = {}  # of all layers
         # the largest of several errors: one draw may be lucky
@@ -309,17 +314,17 @@ def undetermined(reference: Record, noise: Noise, step: int) -> Tensors:
 def without_undetermined(
     tensors: Tensors, reference: Tensors, distances: Mapping[str, Tensor]
 ) -> Tensors:
-    """Return tensors whose elements are nearer to those of `reference` by as much as `distances`
-    say, at most as near as to be equal."""
+    """Return the tensors with each element moved towards that of `reference` by the element of
+    `distances`, at most until both are equal."""
     nearer = dict(tensors)
     for tensor_name in distances.keys() & tensors.keys() & reference.keys():
         difference = tensors[tensor_name] - reference[tensor_name]
         beyond = difference.abs() - distances[tensor_name]
-        left = difference.sign() * beyond.clamp(min=0)
-        # the very bits of all others
-        is_free = distances[tensor_name] > 0
-        moved = reference[tensor_name] + left
-        nearer[tensor_name] = torch.where(is_free, moved, tensors[tensor_name])
+        remaining_difference = difference.sign() * beyond.clamp(min=0)
+        is_undetermined = distances[tensor_name] > 0
+        moved = reference[tensor_name] + remaining_difference
+        # all other elements keep their very bits
+        nearer[tensor_name] = torch.where(is_undetermined, moved, tensors[tensor_name])
     return nearer
 
 

@@ -66,7 +66,7 @@ def corpus_of(run_config: RunConfig) -> Corpus:
 
 
 def run_alone(recorded_run: RecordedRun) -> Record:
-    """Carry out a run on this process."""
+    """Carry out a run on this process, and return its record."""
     recorded_run.folder.mkdir(parents=True)
     with world():
         record(
@@ -178,7 +178,7 @@ def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:
 
 
 def as_rank(run_folder: Path) -> int:
-    """Act as a rank of `run_together`."""
+    """Act as a rank of `run_together`; return the exit status."""
     torch.set_num_threads(1)  # threads of a product cut its sum
     with (
         recorded_position(run_folder / f"{os.environ['RANK']}.at") as trail,

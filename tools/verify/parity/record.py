@@ -131,6 +131,7 @@ class RecordedSamples(Samples):
         return len(self.samples)
 
     def batch(self, position: int, count: int) -> Batch:
+        """Return the samples, note their ids, and leave some targets out if the case is masked."""
         sample_batch = self.samples.batch(position, count)
         self.ids.append(sample_batch.ids.tolist())
         if not self.masked:
@@ -347,7 +348,7 @@ class Record:
 
 
 def gather(folder: Path) -> Record:
-    """Read the files that `record` has written to `folder`."""
+    """Return what `record` has written to `folder` on all ranks."""
     paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
     reports: list[RankReport] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     all_values = [load_file(path.with_suffix(".safetensors")) for path in paths]
@@ -446,7 +447,8 @@ def _order_borders(
 
 def _replica_of(rank_report: RankReport) -> int:
     """Return the dp rank: a report's "place" is (pp, dp, tp)."""
-    return rank_report["place"][1]
+    _, dp_rank, _ = rank_report["place"]
+    return dp_rank
 
 
 def _order_batches(reports: Sequence[RankReport]) -> list[list[int]]:
@@ -469,9 +471,11 @@ def _find_rank_conflicts(reports: Sequence[RankReport]) -> list[tuple[int, str]]
             # compared as text, in which NaN equals NaN
             if any(str(step[field_name]) != str(value) for step in steps):
                 conflicts.append((step_number, field_name))
-    samples: dict[int, Any] = {}
+    # the ranks of one replica take the same samples
+    samples_of_replicas: dict[int, Any] = {}
     for rank_report in reports:
-        first_samples = samples.setdefault(_replica_of(rank_report), rank_report["samples"])
+        replica = _replica_of(rank_report)
+        first_samples = samples_of_replicas.setdefault(replica, rank_report["samples"])
         if rank_report["samples"] != first_samples:
             return [(1, "samples of one replica"), *conflicts]
     return conflicts

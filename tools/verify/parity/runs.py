@@ -11,7 +11,7 @@ replaced by random tokens of the small vocabulary, some of which never occur. So
 out of the loss, so that the replicas' shares differ in tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -175,11 +175,11 @@ def _document_lengths(run_config: RunConfig, count: int) -> list[int]:
         # some share a sample, and some are cut
         cycle = [longest, seq_length // 4 + 1, seq_length + longest, 1]
     lengths = list[int]()
-    left = count
-    while left:
-        length = min(left, cycle[len(lengths) % len(cycle)])
+    tokens_left = count
+    while tokens_left:
+        length = min(tokens_left, cycle[len(lengths) % len(cycle)])
         lengths.append(length)
-        left -= length
+        tokens_left -= length
     return lengths
 
 
@@ -254,7 +254,7 @@ def make_plan(run_config: RunConfig, probe: Record, steps: int, full: bool) -> P
         return Plan(steps, small=not full)
     weights = probe.tensors["before/weight"]
     into = max(probe.names, key=lambda name: (weights[name].dim(), weights[name].numel()))
-    return Plan(steps + 1, not full, planted=1, into=into)
+    return Plan(steps + 1, small=not full, planted=1, into=into)
 
 
 def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
@@ -361,6 +361,8 @@ def _divide_alike(number: int, original: int, largest_divisor: int) -> bool:
 
 
 def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
+    """Return the small model: each size is the smallest that the ranks divide, or do not divide, as
+    they do the original."""
     model_config = run_config.model
     kv_heads, num_heads = _alike_heads(
         model_config.kv_heads, model_config.heads, layout_limits.tensor
@@ -412,26 +414,28 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
     fields = model_config.model_dump()
     # under muP the scale of scores stays as it is
-    for key in () if model_config.mup_base_hidden else FOLLOWING_SIZES:
+    keys_to_follow = () if model_config.mup_base_hidden else FOLLOWING_SIZES
+    for key in keys_to_follow:
         others = {other: value for other, value in fields.items() if other != key}
+        # The model has the default of its sizes: the small model gets that of its own.
         if ModelConfig(**others) == model_config:
-            fields = others  # by default, and so by the small sizes' default
+            fields = others
     return ModelConfig(**{**fields, **sizes})
 
 
 def _alike_heads(key_heads: int, heads: int, tensor: int) -> tuple[int, int]:
-    """Return a small number of heads of keys, and of those that they serve, which are as many for
-    each as before.
+    """Return small numbers of heads of keys and of queries, with as many queries for each key as
+    before.
 
     tensor: the largest number of ranks over which either divides as before.
     """
-    # heads that share a key: kept, for it is structure
-    group = heads // key_heads
+    # kept, for it is structure
+    queries_per_key = heads // key_heads
     few = alike_size(key_heads, min(2, key_heads), tensor)
     # ends with the model's own number at the latest
-    while not _divide_alike(group * few, heads, tensor):
+    while not _divide_alike(queries_per_key * few, heads, tensor):
         few = alike_size(key_heads, few + 1, tensor)
-    return few, group * few
+    return few, queries_per_key * few
 
 
 def _delta_net(sizes: DeltaNet, tensor: int) -> DeltaNet:
@@ -453,16 +457,23 @@ def _delta_net(sizes: DeltaNet, tensor: int) -> DeltaNet:
 
 
 def _delta_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers with a gated delta net, spread as in the model, with layers of each kind
-    that it has."""
-    chosen = tuple(
-        layer_number
-        for layer_number in range(num_layers)
-        if layer_number * model_config.layers // num_layers in model_config.delta_layers
-    )
+    """Return the layers with a gated delta net, spread as in the model. If that has layers with and
+    without one, so does the small model."""
+    chosen = _spread(model_config.delta_layers, model_config.layers, num_layers)
     if len(model_config.delta_layers) in (0, model_config.layers):
         return chosen
     return chosen[: num_layers - 1] or (0,)
+
+
+def _spread(layers: Collection[int], model_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Return which of `num_layers` layers stand for some of a model's `model_layers` layers, at the
+    same share of the depth."""
+    chosen = list[int]()
+    for layer_number in range(num_layers):
+        layer_of_model = layer_number * model_layers // num_layers
+        if layer_of_model in layers:
+            chosen.append(layer_number)
+    return tuple(chosen)
 
 
 def _mamba(sizes: Mamba, tensor: int) -> Mamba:
@@ -568,13 +579,9 @@ def _window(window: int, before: int, after: int) -> int:
 
 
 def _nope_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers without rotary positions, spread as in the model, of which a layer has
+    """Return the layers without rotary positions, spread as in the model; one layer at least has
     them."""
-    chosen = tuple(
-        layer_number
-        for layer_number in range(num_layers)
-        if layer_number * model_config.layers // num_layers in model_config.nope_layers
-    )
+    chosen = _spread(model_config.nope_layers, model_config.layers, num_layers)
     return chosen[: num_layers - 1]
 
 
@@ -582,11 +589,7 @@ def window_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]
     """Return the layers with the window, spread as in the model; some have it and some do not."""
     if not model_config.window_layers or len(model_config.window_layers) == model_config.layers:
         return ()
-    chosen = tuple(
-        layer_number
-        for layer_number in range(num_layers)
-        if layer_number * model_config.layers // num_layers in model_config.window_layers
-    )
+    chosen = _spread(model_config.window_layers, model_config.layers, num_layers)
     return chosen[: num_layers - 1] or (num_layers - 1,)
 
 

@@ -158,7 +158,8 @@ def _repeat(proof_runs: ProofRuns, step_span: ProofSpan) -> Row:
 def _resume(
     proof_runs: ProofRuns, step_span: ProofSpan, run_name: str, parallel: Parallel | None = None
 ) -> Row:
-    """Resume a copy of the stopped run and compare the loaded state, then each step."""
+    """Resume a copy of the stopped run; return the row of the comparison of the loaded state, then
+    of each step."""
     if not _any_applied(proof_runs, step_span.before) or not _any_applied(
         proof_runs, step_span.after
     ):
@@ -176,7 +177,8 @@ def _resume(
 def _load_elsewhere(
     proof_runs: ProofRuns, step_span: ProofSpan, layout: ComparedLayout | None
 ) -> Row:
-    """Load the checkpoint of the stop in another layout and compare the state; no step is taken."""
+    """Load the checkpoint of the stop in another layout; return the row of the comparison of the
+    state. No step is taken."""
     config = proof_runs.config
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
@@ -191,7 +193,8 @@ def _load_elsewhere(
 def _train_elsewhere(
     proof_runs: ProofRuns, step_span: ProofSpan, layout: ComparedLayout | None
 ) -> Row:
-    """Train straight in another layout, and resume in it, if the numerics are canonical."""
+    """Train straight in another layout, and resume in it, if the numerics are canonical; return the
+    row of the comparison."""
     if not is_canonical(proof_runs.config):
         return _not_tried(
             'train.numerics = "fast": another layout adds in another order, so its last bits '
@@ -211,8 +214,8 @@ def _train_elsewhere(
 
 
 def _try_damage(proof_runs: ProofRuns, step_span: ProofSpan) -> Row:
-    """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded
-    and a step later."""
+    """Damage a copy of the checkpoint and resume from it; return the row that says whether the
+    difference was seen, when loaded and a step later."""
     step_after = range(step_span.stop + 1, step_span.stop + 2)
     # without updates there are no moments to damage, or the damage changes no weight
     if not _any_applied(proof_runs, step_span.before) or not _any_applied(proof_runs, step_after):
@@ -240,7 +243,8 @@ def _try_damage(proof_runs: ProofRuns, step_span: ProofSpan) -> Row:
 
 
 def _compare_steps(proof_runs: ProofRuns, run_name: str, steps: Collection[int]) -> Row:
-    """Compare the states after these steps with those of the straight run."""
+    """Return the row of the comparison of a run's states after these steps with those of the
+    straight run."""
     own_digests = by_step(proof_runs.digests(run_name))
     straight_digests = by_step(proof_runs.digests(STRAIGHT))
     missing = [step for step in steps if step not in own_digests or step not in straight_digests]
@@ -251,7 +255,8 @@ def _compare_steps(proof_runs: ProofRuns, run_name: str, steps: Collection[int])
 
 
 def _compare_loaded(proof_runs: ProofRuns, run_name: str, stop: int) -> Row:
-    """Compare the state that a run has loaded with that of the straight run after step `stop`."""
+    """Return the row of the comparison of the state that a run has loaded with that of the straight
+    run after step `stop`."""
     own_digests = by_step(proof_runs.digests(run_name), loaded=True)
     straight_digests = by_step(proof_runs.digests(STRAIGHT))
     if stop not in own_digests or stop not in straight_digests:
@@ -278,7 +283,8 @@ def turn_one_sign(checkpoint: Path) -> str:
     # a moment, if there is any: a rule without moments leaves the weights
     stored_names.sort(key=lambda stored_name: (stored_name.startswith("weight/"), stored_name))
     for stored_name in stored_names:
-        file_name = tensors[stored_name]["chunks"][0]["file"]
+        first_chunk = tensors[stored_name]["chunks"][0]
+        file_name = first_chunk["file"]
         key_in_file = stored_name.removeprefix("weight/")
         with safe_open(checkpoint_store.file(file_name), "pt") as opened_file:
             stored_values = opened_file.get_tensor(key_in_file).flatten()
@@ -299,7 +305,8 @@ def _turn_sign(file: Path, key_in_file: str, element_index: int, stored_values: 
         # a safetensors file: the length of the header in 8 bytes, the header, the tensors
         header_length = int.from_bytes(opened_file.read(8), "little")
         header = json.loads(opened_file.read(header_length))
-        tensor_start = 8 + header_length + header[key_in_file]["data_offsets"][0]
+        offset, _ = header[key_in_file]["data_offsets"]
+        tensor_start = 8 + header_length + offset
         opened_file.seek(tensor_start + element_index * stored_values.itemsize)
         opened_file.write(turned_bytes)
 

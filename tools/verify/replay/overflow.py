@@ -31,7 +31,8 @@ class OverflowReplay:
 
 
 def replay(folder: Path, event: dict[str, Any]) -> OverflowReplay:
-    """Repeat the steps of the run in `folder` up to the skipped one of `event`, and trace that one.
+    """Repeat the run in `folder` up to the skipped step of `event`, trace that one, and return what
+    was not finite.
 
     Raises UserError if the run folder lacks what is needed: run.toml, data.
     """

@@ -83,23 +83,24 @@ def _all_but_hardware(verdict: Verdict, evidence: str) -> list[Cause]:
 
 
 def _hardware(spike: RecordedSpike, seen: Examination) -> Cause:
-    """Return whether the run has recorded what these weights and samples do not give."""
+    """Return the verdict on hardware: proven if the recorded step spikes and the repeated one, of
+    the same weights and samples, does not."""
     recorded = _in_words(BatchNumbers(spike.numbers.loss, spike.numbers.norm))
-    both = f"recorded {recorded}; repeated {_in_words(seen.again)}"
+    evidence = f"recorded {recorded}; repeated {_in_words(seen.again)}"
     if is_above(seen.again, spike):
-        return Cause("hardware", "wrong", both)
+        return Cause("hardware", "wrong", evidence)
     if seen.changed_data:
         reason = f"the data are not those of the run: {seen.changed_data[0]}"
         return Cause("hardware", "not tried", reason)
     if seen.departed is not None:
-        both += f"; recorded numbers are others than repeated ones from step {seen.departed} on"
+        evidence += f"; recorded numbers are others than repeated ones from step {seen.departed} on"
     elif seen.repeated:
-        both += f"; the {seen.repeated} steps before it gave the recorded numbers"
-    return Cause("hardware", "proven", both)
+        evidence += f"; the {seen.repeated} steps before it gave the recorded numbers"
+    return Cause("hardware", "proven", evidence)
 
 
 def _learning_rate(spike: RecordedSpike, seen: Examination, others_spike: str) -> Cause:
-    """Return whether the spike goes away with the usual learning rate.
+    """Return the verdict on the learning rate: proven if the spike goes away with the usual rate.
 
     others_spike: evidence, in words, that other batches spike too.
     """
@@ -117,7 +118,8 @@ def _learning_rate(spike: RecordedSpike, seen: Examination, others_spike: str) -
 
 
 def _data(spike: RecordedSpike, seen: Examination) -> Cause:
-    """Return whether the spike goes away without the few samples that stand out."""
+    """Return the verdict on the data: proven if the spike goes away without the samples that stand
+    out, and these are few or have a document in common."""
     if seen.left_out is None or not seen.outliers:
         stand_out = f"{seen.num_high} of {seen.num_samples} samples stand out"
         reason = f"{stand_out}: not a few" if seen.num_high else f"{stand_out} alone"
@@ -150,7 +152,7 @@ def _shared_document(seen: Examination) -> int | None:
 
 
 def _batch(spike: RecordedSpike, data: Cause, others_ordinary: str) -> Cause:
-    """Return whether the batch as a whole is the cause: it is if no few samples are.
+    """Return the verdict on the batch as a whole: proven if a few samples are not the cause.
 
     data: the verdict on these.
     others_ordinary: evidence, in words, that other batches do not spike.

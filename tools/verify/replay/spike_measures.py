@@ -71,6 +71,7 @@ class GradientNorms(StepObserver):
         self.newest: deque[dict[str, float]] = deque(maxlen=steps)
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
+        """Keep the norm of each parameter's gradients of a step whose outcome is decided."""
         squares: dict[str, float] = {}
         for buffer in buffers:
             for owned in buffer.owned_pieces(buffer.start, buffer.stop):
@@ -159,7 +160,8 @@ class Measures:
 
     @contextmanager
     def _kept_state(self) -> Iterator[None]:
-        """Put back what a step that is not applied changes: the loss scale and FP8's scales."""
+        """Context manager that puts back what a step that is not applied changes: the loss scale
+        and FP8's scales."""
         scaler = self._engine.optimizer.scaler
         saved_scaler = scaler.state_dict()
         fp8 = self._engine.fp8
@@ -218,23 +220,23 @@ def name_sample(
     (label,) = samples.labels(samples.batch(first + sample, 1).ids)
     length = share.targets.shape[1]
     first_token = location.first_token + piece * length
-    # of all targets of the sample
-    of_sample = np.full(share.pieces * length, NO_DOCUMENT, np.int64)
-    documents_of_targets = location.documents()[1:]
-    of_sample[: len(documents_of_targets)] = documents_of_targets
-    numbers = of_sample[piece * length : (piece + 1) * length]
-    of_targets = torch.from_numpy(numbers)
-    losses = measures.documents(share, position, of_targets)
+    # the document of each target: of the whole sample, then of the piece
+    known_numbers = location.documents()[1:]
+    sample_numbers = np.full(share.pieces * length, NO_DOCUMENT, np.int64)
+    sample_numbers[: len(known_numbers)] = known_numbers
+    piece_numbers = sample_numbers[piece * length : (piece + 1) * length]
+    document_of_target = torch.from_numpy(piece_numbers)
+    losses = measures.documents(share, position, document_of_target)
     documents: list[MeasuredDocument] = []
-    for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
+    for number, document_loss in zip(document_of_target.unique().tolist(), losses, strict=True):
         if number == NO_DOCUMENT:
             continue
-        targets = share.targets[position][of_targets == number]
+        targets = share.targets[position][document_of_target == number]
         documents.append(
             MeasuredDocument(number, len(targets), document_loss, _text(corpus, targets))
         )
     # a document of which one token is in the sample says little
-    documents.sort(key=lambda document: -_finite(document.loss * document.tokens))
+    documents.sort(key=lambda document: -finite_or_lowest(document.loss * document.tokens))
     return NamedSample(
         id=label,
         position=position,
@@ -245,8 +247,8 @@ def name_sample(
     )
 
 
-def _finite(value: float) -> float:
-    """Return a value to sort by: below all others if no token of a document counts."""
+def finite_or_lowest(value: float) -> float:
+    """Return a value to sort by, below all others if it is not finite."""
     return value if math.isfinite(value) else -math.inf
 
 

@@ -22,6 +22,7 @@ from tools.verify.replay.spike_measures import (
     GradientNorms,
     Measures,
     NamedSample,
+    finite_or_lowest,
     name_sample,
     only,
     without,
@@ -104,7 +105,8 @@ class Examination:
 
 
 def is_above(numbers: BatchNumbers, spike: RecordedSpike) -> bool:
-    """Return True if numbers are above the band of a spike, in what has left it."""
+    """Return True if a batch's loss, or its gradient norm, is above the spike's limit for it. Only
+    the one of both that was above its limit in the recorded step counts. NaN is above."""
     limits = spike.numbers.limits
     above_loss = spike.numbers.in_loss and not numbers.loss <= limits.loss
     above_norm = spike.numbers.in_norm and not numbers.norm <= limits.norm
@@ -124,7 +126,7 @@ def steps_to_repeat(run: SavedRun, step: int) -> int:
 
 
 def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination:
-    """Repeat the run up to a spike, and take measures there.
+    """Repeat the run up to a spike, take measures there, and return them as evidence.
 
     most_steps: that are repeated with another learning rate. Raises UserError if the run cannot be
     repeated.
@@ -152,6 +154,7 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
             left_out = samples.search(spike)
 
         def named(positions: Sequence[int]) -> list[NamedSample]:
+            """Return the first of some samples of the batch, with their documents."""
             return [
                 name_sample(measures, run.corpus, share, first, position, samples.losses[position])
                 for position in positions[:MOST_NAMED]
@@ -160,7 +163,7 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         worst = samples.by_loss()
         outliers = named(samples.outliers)
         highest = outliers or named(worst)
-        # what moves in an ordinary repetition has moved by chance
+        # where the repetition is ordinary, a tensor that differs does so by chance
         moved = _NOTHING_MOVED
         if reproduced:
             position = (samples.outliers or worst)[0]
@@ -220,8 +223,11 @@ def _compare_tensors(
     caught_up: _Ordinary,
     other_shares: Sequence[Share],
 ) -> _MovedTensors:
-    """Return the tensors of a batch that are larger than in the steps before, or without these than
-    in other batches. position: of the sample in whose micro-batch activations are measured."""
+    """Return the tensors of a batch that are larger than in the steps before; if none was repeated,
+    larger than in other batches.
+
+    position: of the sample in whose micro-batch activations are measured.
+    """
     ordinary = caught_up
     compared_with = f"the {len(caught_up.gradients)} steps before"
     if not caught_up.gradients:
@@ -236,7 +242,8 @@ def _compare_tensors(
 def _catch_up(
     run: SavedRun, trainer: RepeatedTrainer, spike: RecordedSpike, start: Path | None
 ) -> _Ordinary:
-    """Take the steps before a spike, and measure the last of them."""
+    """Take the steps before a spike; return the measures of the last of them, which are
+    ordinary."""
     gradients = GradientNorms(ORDINARY_STEPS)
     magnitudes: deque[Mapping[str, float]] = deque(maxlen=ORDINARY_STEPS)
     departed: list[int] = []
@@ -261,6 +268,8 @@ def _catch_up(
 
 
 def _departs(report: StepReport, record: Mapping[str, Any]) -> bool:
+    """Return True if a repeated step's loss or norm is further from the recorded one than rounding
+    explains."""
     loss = float(record["loss"])
     norm = float(record["grad_norm"])
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -304,7 +313,9 @@ class _Samples:
         self._measures = measures
         self._share = share
         self.losses = measures.sample_losses(share)
-        self._ordinary = [loss for other in others for loss in measures.sample_losses(other)]
+        self._ordinary: list[float] = []
+        for other in others:
+            self._ordinary += measures.sample_losses(other)
         self.outliers: list[int] = []
         high = _outliers(self.losses, self._ordinary)
         self.num_high = len(high)
@@ -313,7 +324,7 @@ class _Samples:
     def by_loss(self) -> list[int]:
         """Return the positions of all samples, the highest loss first."""
         positions = range(len(self.losses))
-        return sorted(positions, key=lambda position: -_finite(self.losses[position]))
+        return sorted(positions, key=lambda position: -finite_or_lowest(self.losses[position]))
 
     def search(self, spike: RecordedSpike) -> BatchNumbers | None:
         """Look for the samples without which the batch is ordinary, by their losses, and if these
@@ -330,20 +341,18 @@ class _Samples:
         high = _outliers(norms, norms)
         by_gradient = self._leave_out(high)
         if by_gradient is None:
-            return self._leave_out(self._high)
+            return self._leave_out(self._high)  # again: the last call has cleared `outliers`
         self.num_high = max(self.num_high, len(high))
         return by_gradient
 
     def _leave_out(self, positions: Sequence[int]) -> BatchNumbers | None:
+        """Set `outliers` to these positions and return the numbers of the batch without them; None,
+        and no outliers, if they are none or all of its samples."""
         self.outliers = []
         if not positions or len(positions) == len(self.losses):
             return None
         self.outliers = [*positions]
         return self._measures.batch(without(self._share, positions))
-
-
-def _finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else -math.inf
 
 
 def _outliers(values: Sequence[float], ordinary: Sequence[float]) -> list[int]:
@@ -364,7 +373,7 @@ def _moved(
     """Return the tensors whose magnitude is outside of the ordinary, in their order."""
     moved: list[MovedTensor] = []
     for what, magnitude in spiking.items():
-        values = [one[what] for one in ordinary if what in one]
+        values = [magnitudes[what] for magnitudes in ordinary if what in magnitudes]
         if not values:
             continue
         tensor = MovedTensor(what, magnitude, median(values))
@@ -380,8 +389,10 @@ def _by_factor(moved: Sequence[MovedTensor]) -> list[MovedTensor]:
 def _with_usual_rate(
     run: SavedRun, spike: RecordedSpike, most_steps: int
 ) -> tuple[HeldRate | None, str]:
-    """Return the step after a repetition without the raised learning rate, or the reason why that
-    was not tried."""
+    """Repeat the run up to the spike with at most its usual learning rate.
+
+    Return the numbers of the step and "", or None and the reason why that was not tried.
+    """
     usual = spike.usual_lr
     if usual is None:
         return None, "the run has too few steps before to tell its usual learning rate"

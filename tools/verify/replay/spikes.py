@@ -57,7 +57,8 @@ def find_spikes(records: Sequence[Mapping[str, Any]]) -> FoundSpikes:
     for position, record in enumerate(records):
         tokens = step_tokens(record)
         limits = monitor.limits(tokens)
-        judged += limits.has_any
+        if limits.has_any:
+            judged += 1
         report = _report(record)
         if report.overflowed:
             not_finite.append(record["step"])
@@ -102,6 +103,7 @@ def step_tokens(record: Mapping[str, Any]) -> int:
 
 
 def _report(record: Mapping[str, Any]) -> StepReport:
+    """Return the report of a step from its record in the log."""
     return StepReport(
         outcome=record["outcome"],
         loss=float(record["loss"]),
@@ -119,8 +121,9 @@ def _first_of(
 ) -> RecordedSpike:
     """Return the spike that begins with a record. before: the records of earlier steps."""
     recent = before[-RECENT:]
-    earlier_rates = [one["lr"] for one in before[-WINDOW:-RECENT]]
-    earlier_tokens = [step_tokens(one) for one in before[-WINDOW:]]
+    earlier_rates = [earlier["lr"] for earlier in before[-WINDOW:-RECENT]]
+    earlier_tokens = [step_tokens(earlier) for earlier in before[-WINDOW:]]
+    recent_rates = [earlier["lr"] for earlier in recent]
     return RecordedSpike(
         step=record["step"],
         numbers=spike,
@@ -129,7 +132,7 @@ def _first_of(
         tokens=step_tokens(record),
         steps=1,
         usual_lr=median(earlier_rates) if earlier_rates else None,
-        highest_lr=max((one["lr"] for one in recent), default=record["lr"]),
+        highest_lr=max(recent_rates, default=record["lr"]),
         usual_tokens=median(earlier_tokens) if earlier_tokens else None,
     )
 

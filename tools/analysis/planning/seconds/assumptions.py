@@ -19,10 +19,10 @@ class Assumptions:
     machine: ranks of a machine.
     device: cpu or cuda; on a CPU, ranks compute and communicate on the same cores.
     fp8_tflops: the peak in FP8; 0: that of other products.
-    fp8_efficiency: the fraction of `efficiency` that FP8's products reach of their own peak.
-    attention: the speed of attention's own products, which are causal, by that of other products;
-        0.5 is as fast as others if all of the square of scores is computed.
-    experts: the speed of products of routed experts, by that of others.
+    fp8_efficiency: FP8's products reach this times `efficiency` of their own peak.
+    attention: the speed of attention's own products, which are causal, divided by that of other
+        products; 0.5 is as fast as others if all of the square of scores is computed.
+    experts: the speed of products of routed experts, divided by that of others.
     half_rows: rows of an expert with which its products reach half of that speed.
     bandwidth: bytes of memory a second that elementwise operators reach, GB/s.
     host: GB/s between a device and pinned host memory, in each direction at the same time.
@@ -30,8 +30,8 @@ class Assumptions:
         collectives, and waiting for the slowest rank. A backward pass has twice as many.
     launch: seconds in which a processor launches the kernels of a layer's forward pass, one by one;
         they run beside the kernels before them. A backward pass has twice as many.
-    misaligned: the time of a head's products by that of others, if rows of its logits on a rank do
-        not begin at multiples of 16 bytes.
+    misaligned: the time of a head's products divided by that of an aligned one, if rows of its
+        logits on a rank do not begin at multiples of 16 bytes.
     hidden: the fraction of traffic over tensor and context that runs beside products.
     hidden_rows: that of rows on their way to experts and back, which a layer here waits for.
     rows_once: a row goes once to a machine, however many of its experts are there; here it goes to
@@ -41,7 +41,7 @@ class Assumptions:
     hop: seconds that a collective takes for each rank or machine on its way.
     logit: seconds of the loss for each logit, forward and backward, where they were measured; 0:
         those of the bytes that it moves.
-    factor: seconds that a run took by those predicted, from `--measured`; 1: not measured.
+    factor: seconds that a run took divided by those predicted, from `--measured`; 1: not measured.
     crowd: ranks that share a core of a CPU, if they are more than its cores; speeds are those of a
         rank that has the core for itself. 1: each has one, or speeds are those of its share.
     """

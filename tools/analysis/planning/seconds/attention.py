@@ -8,12 +8,13 @@ from models.estimate.flops import StageCost
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.run_file import RunConfig
 
-# Products of the backward pass by those of the forward pass: four, and one that is computed again.
+# FLOPs of the backward pass over those of the forward pass, which has two products: the backward
+# pass has four, and computes one of the forward pass again.
 BACKWARD = 2.5
 
 
 def causal_share(model: ModelConfig, seq_length: int) -> float:
-    """Return the scores that are computed by those that `attention_flops` counts.
+    """Return the fraction of the scores counted by `attention_flops` that is computed.
 
     A query sees the keys before it, at most a window of them: of a window w of s keys that is
     w - w * w / (2 * s) for the mean query. Of a recurrence all products that are counted are
@@ -39,11 +40,13 @@ def _share_by_kind(model: ModelConfig, seq_length: int) -> float:
 
 def _mean_share(model: ModelConfig, seq_length: int) -> float:
     """Return the share of the mean layer, if all have attention."""
-    windowed = len(model.window_layers) or model.layers
+    # without numbers of layers, all have the window
+    windowed_layers = len(model.window_layers) or model.layers
+    other_layers = model.layers - windowed_layers
     window = min(seq_length, model.window or seq_length)
-    seen = windowed * _mean_keys(window, seq_length)
-    seen += (model.layers - windowed) * _mean_keys(seq_length, seq_length)
-    counted = windowed * window + (model.layers - windowed) * seq_length
+    seen = windowed_layers * _mean_keys(window, seq_length)
+    seen += other_layers * _mean_keys(seq_length, seq_length)
+    counted = windowed_layers * window + other_layers * seq_length
     return seen / counted
 
 
@@ -59,7 +62,7 @@ def attention_seconds(
     included."""
     ranks = config.parallel.tensor * config.parallel.context
     speed = assumed.tflops * 1e12 * assumed.efficiency * assumed.attention * ranks
-    computed = causal_share(config.model, config.train.seq_length)
-    forward = computed * cost.attention / speed
-    again = computed * cost.recomputed_attention / speed
-    return forward, BACKWARD * forward + again
+    computed_share = causal_share(config.model, config.train.seq_length)
+    forward = computed_share * cost.attention / speed
+    recomputed = computed_share * cost.recomputed_attention / speed
+    return forward, BACKWARD * forward + recomputed

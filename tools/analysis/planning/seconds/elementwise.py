@@ -14,8 +14,8 @@ from tools.analysis.planning.seconds.products import fp8_share
 from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 
-# Bytes that operators move one by one, by those of fused kernels: norms, activation functions and
-# rotary positions are several operators each.
+# Bytes that operators move, divided by those of fused kernels, by train.compile: norms, activation
+# functions and rotary positions are several operators each where they are not compiled.
 NOT_COMPILED = {"off": 2.0, "leaves": 1.2, "block": 1.0}
 
 
@@ -33,13 +33,14 @@ def elementwise_seconds(
     recomputed_layers = cut.layers[: config.recompute.count_whole_layers(len(cut.layers))]
 
     unfused = NOT_COMPILED[config.compile_mode(assumed.device)]
+    # bytes for each token, read and written
     forward = unfused * forward_bytes(model, cut, cut.layers, plan, share)
-    again = 0.0
+    recomputed = 0.0
     if recomputed_layers:
-        again = forward * len(recomputed_layers) / len(cut.layers)
+        recomputed = forward * len(recomputed_layers) / len(cut.layers)
     # forward operands, and in the backward pass the gradients of outputs, which are as wide
     casts = fp8_share(config, cost) * cast_bytes(model, cut.layers, share)
-    backward = BACKWARD * forward + again + 2 * casts
+    backward = BACKWARD * forward + recomputed + 2 * casts
     forward += casts
     second_bytes = assumed.bandwidth * 1e9
     forward_seconds = tokens * forward / second_bytes

@@ -32,10 +32,11 @@ def link_of(inner: int, ranks: int, assumed: Assumptions) -> Link:
     machine = assumed.machine
     if ranks == 1 or inner * ranks <= machine:
         return Link(assumed.fast * 1e9, (ranks - 1) * assumed.hop)
-    within = max(1, machine // inner)
-    bandwidth = min(assumed.fast, within * assumed.slow)
-    machines = -(-ranks // within)
-    hops = within - 1 + machines - 1
+    ranks_in_machine = max(1, machine // inner)
+    bandwidth = min(assumed.fast, ranks_in_machine * assumed.slow)
+    machines = -(-ranks // ranks_in_machine)
+    # first within each machine, then between machines
+    hops = ranks_in_machine - 1 + machines - 1
     return Link(bandwidth * 1e9, hops * assumed.hop)
 
 
@@ -67,19 +68,20 @@ def _expert_link(config: RunConfig, assumed: Assumptions) -> Link:
     """
     parallel = config.parallel
     slices = expert_slices(parallel)
-    span = parallel.expert * slices
-    within = max(1, assumed.machine // slices)
-    latency = (parallel.expert - 1) * assumed.hop
-    if parallel.expert == 1 or span <= assumed.machine:
-        return Link(assumed.fast * 1e9, latency)
+    # the other groups of experts, and the groups of a machine; a group is on `slices` ranks
     others = parallel.expert - 1
-    near = min(within - 1, others) / others
-    far = 1 - near
+    in_machine = max(1, assumed.machine // slices)
+    latency = others * assumed.hop
+    if parallel.expert == 1 or parallel.expert * slices <= assumed.machine:
+        return Link(assumed.fast * 1e9, latency)
+    share_within = min(in_machine - 1, others) / others
+    share_between = 1 - share_within
     if assumed.rows_once:
-        machines = parallel.expert / within
+        # a row goes to each machine once, however many of the token's experts are there
+        machines = parallel.expert / in_machine
         experts_per_token = config.model.experts_per_token
-        far *= machines_of_token(config.model, machines) / experts_per_token
-    seconds_of_byte = near / assumed.fast + far / assumed.slow
+        share_between *= machines_of_token(config.model, machines) / experts_per_token
+    seconds_of_byte = share_within / assumed.fast + share_between / assumed.slow
     return Link(1e9 / seconds_of_byte, latency)
 
 
@@ -97,5 +99,6 @@ def machines_of_token(model: ModelConfig, machines: float) -> float:
     share_with_group = 1 - ways_without_machine / comb(groups, groups_per_token)
     # parts of groups are rounded to whole ones, and no token goes to less than one machine
     reached = max(1.0, machines * share_with_group)
+    # of the reached machines, the mean number that have one of the token's experts
     missed_by_all = (1 - 1 / reached) ** model.experts_per_token
     return reached * (1 - missed_by_all)

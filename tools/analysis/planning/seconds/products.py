@@ -51,7 +51,7 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     share = fp8_share(config, cost)
 
     def of_layers(flops: float) -> float:
-        """Return the time of FLOPs of layers, of which a part is in FP8."""
+        """Return the seconds of FLOPs of layers, of which the fraction `share` is in FP8."""
         return flops * (share / narrow_speed + (1 - share) / speed)
 
     head_speed = speed
@@ -59,25 +59,32 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
         head_speed = speed / assumed.misaligned
     head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
     layer_flops = cost.forward - cost.attention - cost.experts - head_flops
-    of_others = of_layers(layer_flops) + head_flops / head_speed
+    # seconds of the products of one pass, of the experts and of all others
+    others_seconds = of_layers(layer_flops) + head_flops / head_speed
     expert_speed = assumed.experts * _filled(config, assumed)
-    of_experts = of_layers(cost.experts) / expert_speed
+    experts_seconds = of_layers(cost.experts) / expert_speed
 
     # elements of the weights on this rank
-    others = (cost.parameters - cost.expert_parameters) / parallel.tensor
-    experts = cost.expert_parameters / (parallel.expert * expert_slices(parallel))
+    other_elements = (cost.parameters - cost.expert_parameters) / parallel.tensor
+    expert_elements = cost.expert_parameters / (parallel.expert * expert_slices(parallel))
     bandwidth = assumed.bandwidth * 1e9
-    # every product reads its weight
-    reading = config.plan.compute.itemsize / bandwidth
-    once = max(of_others, others * reading) + max(of_experts, experts * reading)
+    # every product reads its weight: the slower of both counts
+    reading = config.plan.compute.itemsize / bandwidth  # seconds of an element
+    one_pass = max(others_seconds, other_elements * reading)
+    one_pass += max(experts_seconds, expert_elements * reading)
     # the gradient of a weight is read and written where it adds up
     adding = 2 * config.plan.gradients.itemsize / bandwidth
-    weight = max(of_others, others * adding) + max(of_experts, experts * adding)
-
+    weight = max(others_seconds, other_elements * adding)
+    weight += max(experts_seconds, expert_elements * adding)
+    # The input gradient has the products of the forward pass, and attention's twice; the rest is
+    # recomputed.
     recomputed = cost.input - cost.forward - cost.attention
     recomputed_layers = recomputed - cost.recomputed_attention - cost.recomputed_experts
-    again = of_layers(recomputed_layers) + of_layers(cost.recomputed_experts) / expert_speed
-    return ProductSeconds(once, once, weight, max(0.0, again))
+    recomputed_seconds = of_layers(recomputed_layers)
+    recomputed_seconds += of_layers(cost.recomputed_experts) / expert_speed
+    return ProductSeconds(
+        forward=one_pass, input=one_pass, weight=weight, recomputed=max(0.0, recomputed_seconds)
+    )
 
 
 def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:

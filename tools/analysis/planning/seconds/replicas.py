@@ -49,5 +49,6 @@ def exposed_seconds(
     parallel = config.parallel
     if not parallel.overlaps(assumed.device):
         return traffic
-    beside = passes if parallel.shards_gradients else passes / config.num_microbatches
-    return max(assumed.exposed * traffic, traffic - beside)
+    # gradients are reduced in each micro-batch if they are sharded, otherwise in the last one alone
+    seconds_beside = passes if parallel.shards_gradients else passes / config.num_microbatches
+    return max(assumed.exposed * traffic, traffic - seconds_beside)

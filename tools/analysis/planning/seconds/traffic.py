@@ -13,8 +13,8 @@ from tools.config.sharding import sharding_of
 
 
 def bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:
-    """Return the bytes of one computation, of those of the three parts of a step; 0 of any other
-    instruction."""
+    """Return the bytes that an instruction sends, by those of forward pass, input gradient and
+    weight gradient; 0 for an instruction that computes none of these."""
     by_op = {
         Op.FORWARD: forward,
         Op.BACKWARD: input_gradient + weight_gradient,
@@ -62,18 +62,26 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
         forward += shared
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
-    input_gradient = (
-        forward * (1 + recomputed)
-        + cut.last * at_ends
-        + (cut.first and parallel.sequence) * transfer
-    )
+    input_gradient = forward * (1 + recomputed)
+    if cut.last:
+        input_gradient += at_ends
+    if cut.first and parallel.sequence:
+        input_gradient += transfer
     if not parallel.sequence:
         input_gradient += 2 * shared
     weight_gradient = 0.0
     if parallel.sequence:
-        weight_gradient = (branches - num_expert_layers + cut.last) * transfer
+        inputs_gathered_again = branches - num_expert_layers
+        if cut.last:
+            inputs_gathered_again += 1  # that of the head
+        weight_gradient = inputs_gathered_again * transfer
     # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
-    forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
+    embedding_and_head = 0.0
+    if cut.first:
+        embedding_and_head += at_ends
+    if cut.last and parallel.sequence:
+        embedding_and_head += transfer
+    forward += embedding_and_head
     return bytes_of(op, forward, input_gradient, weight_gradient)
 
 
@@ -128,19 +136,22 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # in a ring a gradient takes one hop more than its keys, back to their rank
     gradient_hops = parallel.context if config.engine_options.ring else others
     gradients = elements * torch.float32.itemsize * gradient_hops
-    again = _passes_again(config, len(cost.cut.layers))
-    input_gradient = (1 + again) * sent + gradients
+    recomputed_passes = _passes_again(config, len(cost.cut.layers))
+    passes = 1 + recomputed_passes
+    input_gradient = passes * sent + gradients
     exchanged = sum(
         count * _exchanged_bytes(config, kind) for kind, count in model.count_kinds(cost.cut.layers)
     )
-    return bytes_of(op, sent + exchanged, input_gradient + (1 + again) * exchanged)
+    return bytes_of(op, sent + exchanged, input_gradient + passes * exchanged)
 
 
 def _passes_again(config: RunConfig, layers: int) -> float:
     """Return how often a layer's attention, or what is in its place, is computed again, on average
     over the layers of a stage."""
-    whole = config.recompute.count_whole_layers(layers) / layers
-    return whole + ("attention" in config.recompute.modules)
+    times = config.recompute.count_whole_layers(layers) / layers
+    if "attention" in config.recompute.modules:
+        times += 1
+    return times
 
 
 def _exchanged_bytes(config: RunConfig, kind: ModelConfig) -> float:
@@ -167,7 +178,8 @@ def _exchanged_bytes(config: RunConfig, kind: ModelConfig) -> float:
 
 
 def whole_gradients(config: RunConfig, held: float) -> float:
-    """Return the bytes of the gradients of a rank's parameters. held: those that it keeps."""
+    """Return the bytes of the gradients of all parameters of a rank, before replicas share them
+    out. held: the bytes of those that it keeps."""
     if not config.parallel.shards_gradients:
         return held
     expert_elements, other_elements = elements_of_pipeline(config)
@@ -194,8 +206,8 @@ def weight_itemsize(config: RunConfig) -> int:
 
 
 def kept_layers(config: RunConfig) -> float:
-    """Return how many layers of a rank ZeRO-3 would keep, if the rank had so many. Of a size these
-    are as many as it has room for, if all layers are of the mean size."""
+    """Return how many layers of a rank ZeRO-3 keeps whole by parallel.zero_keep, if the rank has so
+    many. Where the key is a size, they are as many layers of the mean size as fit into it."""
     parallel = config.parallel
     if not parallel.keep_bytes:
         return parallel.keep_layers

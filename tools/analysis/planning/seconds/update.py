@@ -10,16 +10,18 @@ MOMENTS = 2  # of Adam; other rules have fewer or more, and the update is a smal
 def update_seconds(config: RunConfig, elements: float, assumed: Assumptions) -> float:
     """Return the time of the update. elements: parameters on the fullest rank."""
     plan = config.plan
-    wide = plan.masters.itemsize
+    wide_bytes = plan.masters.itemsize
     # masters and moments are read and written, gradients are read twice, for their norm and for the
     # update, and weights are written
-    of_share = 2 * (1 + MOMENTS) * wide + 2 * plan.gradients.itemsize + plan.parameters.itemsize
-    share = elements / sharding_of(config).zero
+    updated_bytes = 2 * (1 + MOMENTS) * wide_bytes
+    updated_bytes += 2 * plan.gradients.itemsize + plan.parameters.itemsize
+    updated_elements = elements / sharding_of(config).zero
     # gradients are set to zero before the first micro-batch
-    of_all = plan.gradients.itemsize
-    on_device = (share * of_share + elements * of_all) / (assumed.bandwidth * 1e9)
+    zeroed_bytes = plan.gradients.itemsize
+    nbytes = updated_elements * updated_bytes + elements * zeroed_bytes
+    on_device = nbytes / (assumed.bandwidth * 1e9)
     # tiles arrive and leave while others are updated
-    return max(on_device, travel_seconds(config, share, assumed))
+    return max(on_device, travel_seconds(config, updated_elements, assumed))
 
 
 def travel_seconds(config: RunConfig, share: float, assumed: Assumptions) -> float:
@@ -35,7 +37,8 @@ def travel_seconds(config: RunConfig, share: float, assumed: Assumptions) -> flo
 
 
 def _state_bytes(config: RunConfig, moments: int) -> int:
-    """Return the bytes of an element's masters and moments."""
+    """Return the bytes of an element's masters and moments: what a rank holds of the element less
+    with `offload` than without."""
     _, whole = config.plan.bytes_per_parameter(moments, shards_weights=True)
     _, without = config.plan.bytes_per_parameter(moments, shards_weights=True, offload=True)
     return whole - without

@@ -33,8 +33,9 @@ FINAL_NORM = "final_norm."
 class Mup:
     """Factors of initial weights by kind of tensor, beside the values of the base model.
 
-    growth: how many times as wide as the base model the model is.
-    embedding: of the embedding.
+    growth: how many times as wide as the base model the model is. The factors of matrices, `hidden`
+        and `readout`, are made of it.
+    embedding: of the embedding, and of its gradient.
     final_norm: of the final norm, whose own weight is 1 otherwise.
     head_gradient: of the gradient that the output head gives its weight.
     """

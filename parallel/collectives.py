@@ -27,8 +27,10 @@ from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from parallel.cut_features import CutTensor, unchecked
 
-# `copy` and `split` take whole tensors. They leave a slice marked, so that an operation inside
-# refuses it by name. The others take what each rank has for itself, and so a slice too.
+# `copy` and `split` take whole tensors. A slice that a user's plain module may get from a parallel
+# layer is marked (`CutTensor`): they leave the mark, so that an operation inside refuses it by
+# name. The decoder's own layers mark nothing. The others take what each rank has for itself, and so
+# a slice too.
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:

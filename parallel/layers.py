@@ -303,7 +303,7 @@ def parameter(
     """Return a parameter of `parts`, stacked along dim 0, with its `Layout` attached. Its initial
     values are mean + std * normal.
 
-    partial: each tp rank has only an addend of the gradient.
+    partial: each tp rank that has the same slice has only an addend of its gradient.
     tied: the pipeline ranks that have the same parameter; empty if only one has it.
     again: this is the second copy on a pipeline rank that has two.
     Its dtype is that of the master weights or its own, whichever is wider. The random numbers are

@@ -232,7 +232,8 @@ def require_unchanged_weights(ctx: Any) -> None:
     be of neither.
 
     autograd looks at the versions of what it saves for a layer of torch; layers that read weights
-    by themselves do so.
+    by themselves do so. A gather of ZeRO-3 is no write: it fills flat memory, whose version is not
+    that of its parameters.
     """
     for weight, version in ctx.weights_read:
         if num_writes(weight) != version:

@@ -142,10 +142,11 @@ class Trace(AbstractContextManager["Trace"]):
         module_path: str | None,
         dtype: torch.dtype,
     ) -> NonfiniteFinding:
-        """Return the finding about a tensor that is not finite. Arguments are those of `look`, and
-        the largest finite magnitude."""
+        """Return the finding about a tensor that is not finite. largest: its largest finite
+        magnitude. The other arguments are those of `look`, with the path of the module."""
         module = self._modules.get(module_path) if module_path is not None else None
         parameters: tuple[str, ...] = ()
+        # of the module's inputs, in a backward pass of its output's gradient
         entering = 0.0
         if module_path is not None:
             parameters = tuple(name for name, _ in self._parameters(module_path))

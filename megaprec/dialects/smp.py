@@ -112,7 +112,8 @@ def _scale_algo(value: object) -> object:
 
 
 def _group(value: object) -> object:
-    """Return "world" for a process group of all ranks or a name of it."""
+    """Return "world" for a process group of all ranks or a name of it; any other value as it is.
+    Raises ValueError for a group of some ranks."""
     # a name is what a run file can give; a group is for Python
     if isinstance(value, dist.ProcessGroup):
         if dist.get_world_size(value) == dist.get_world_size():

@@ -117,6 +117,7 @@ def quantize_both(
     """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
     it can.
 
+    scale, reduce_max: as for `quantize`.
     leaves: calls the passes over x, which may be compiled: one for the amax of all of x, where
     scaling is current, and one for both sets of codes.
     note_amax: called with the amax of x, float32 [1, 1], which delayed scales of later steps want.
@@ -129,7 +130,7 @@ def quantize_both(
         if scale is None:
             scale = _current_scale(x, recipe, role, reduce_max)
         return _by_transformer_engine(x, recipe, role, scale)
-    scale_or_amax = scale
+    scale_or_amax = scale  # None if x is scaled by blocks: the casts compute those scales
     if recipe.scales.per_tensor and not recipe.scales.keeps_history:
         scale_or_amax = leaves(amax_of, x)
         if reduce_max is not None:

@@ -64,7 +64,8 @@ class GradReducer:
     chunks: the buffers of each model chunk, in the order of the forward pass.
     early: True to start the reduction during the last backward pass, so that it overlaps with later
         work; otherwise it is complete when `reduce` returns.
-    sums: the sums over micro-batches, which are completed first.
+    sums: the sums over micro-batches, which are completed first. Only canonical numerics keep them
+        apart; otherwise backward passes add to the gradients themselves, and nothing is left to do.
 
     Buffers that shard their gradients (ZeRO-2) are reduced in each backward pass that is announced,
     and at the end of each micro-batch. One of them at a time is under way, so that few are whole.
@@ -201,7 +202,7 @@ class GradReducer:
             return
         self._num_ended[chunk] += 1
         is_last = self._num_ended[chunk] == count
-        # a pass that was not announced is reduced as a whole now
+        # a pass that was not announced, as one in two halves is not, is reduced as a whole now
         self._passes.setdefault(chunk, _Pass(sharded, is_last))
         self._end_pass(chunk)
         if is_last:
@@ -226,7 +227,8 @@ class GradReducer:
             self._wait(chunk)
 
     def finish(self) -> None:
-        """Reduce the chunks that were not reduced yet, and wait for all reductions."""
+        """Reduce the chunks that were not reduced yet, such as one whose embedding the last stage
+        adds to, or all in a loop that calls no `reduce`, and wait for all reductions."""
         for chunk in range(len(self._chunks)):
             if chunk not in self._reduced:
                 self.reduce(chunk)

@@ -76,7 +76,8 @@ class ModelBuffers:
     chunks: the buffers of each part.
     all: all buffers in one list, in an order that all dp ranks share.
     tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
-    twins: pairs of buffers of this rank whose gradients are summed.
+    twins: pairs of buffers of this rank whose gradients are summed: two copies of a tied weight,
+        which only canonical numerics keep; otherwise both stages share one parameter.
     frozen: what is in no buffer.
     dtensor_slices: for DTensors.
     """

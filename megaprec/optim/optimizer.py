@@ -8,7 +8,7 @@ One step, after the backward pass has accumulated gradients in the buffers:
                    mesh, so that every rank has the same loss, norm and zero count and takes the
                    same decision, in every precision
     3. update      one pass over this rank's slices. Unscaling and clipping are one division inside
-                   it, and if the step is forbidden (`Consensus.forbids`), weights, moments and
+                   it, and if the step is forbidden (`consensus.forbids`), weights, moments and
                    step count stay unchanged
     4. gather      the masters were rounded to the weights in 3; under ZeRO-1 the slices are now
                    all-gathered, while a moving average of the masters, if one is kept, follows them
@@ -405,8 +405,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         return [update for update in updates if update.buffers]
 
     def _cut_into_spans(self, groups: Sequence[Group]) -> list[_BufferSpans]:
-        """Return the spans and tiles of each buffer that is updated element by element."""
-        others: set[Buffer] = set()
+        """Return, of each buffer that is updated element by element, this rank's slice, cut into
+        spans of elements with equal factors of learning rate and weight decay, each with the tiles
+        in which it is updated."""
+        others: set[Buffer] = set()  # of Muon's matrices, and of routers' corrections
         for updates in self._whole_tensor_updates:
             others.update(updates.buffers)
         cut_buffers: list[_BufferSpans] = []
@@ -683,7 +685,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         # gradients are in the buffers before they are reduced, over tp and dp first and then over
         # tied and virtual copies.
         self.wait()
-        # weights that a loop has written to, such as clamped ones, become masters
+        # Weights that a loop has written to, such as clamped ones, become masters. All are looked
+        # at in a user's loop, in the engine's only those whose version has changed.
         self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
         if self._moving_average is not None:
             self._moving_average.begin()
@@ -824,8 +827,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             return adamw_numbers(rule, step_of(factors))
 
         for buffer, spans in self._buffer_spans:
-            tiles = (tile for cut in spans for tile in cut.tiles)
-            factors_of_tiles = (cut.span.factors for cut in spans for _ in cut.tiles)
+            tiles = (tile for span_tiles in spans for tile in span_tiles.tiles)
+            factors_of_tiles = (
+                span_tiles.span.factors for span_tiles in spans for _ in span_tiles.tiles
+            )
             on_device = buffer.on_device(tiles)
             for tile, factors in zip(on_device, factors_of_tiles, strict=True):
                 # a group's rule has the options that a scheduler has changed there
@@ -924,7 +929,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
 
     def _require_agreement(self, numbers: Mapping[str, Any], settings: StepSettings) -> None:
         """Raise RuntimeError, on every rank, if the ranks cannot take one step together. Nothing
-        was changed then."""
+        was changed then: `consensus.forbids` has skipped the update."""
         if not numbers["agrees_globally"]:
             steps = int(self.applied_steps)
             raise RuntimeError(disagreement(self.scaler, steps, settings.lr, settings.limits))

@@ -121,7 +121,8 @@ class DecoderLayer(nn.Module):
         x: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
         The other parameters are those of `Attention`.
         """
-        # of the first pass and of a recomputed one, which may run beside another micro-batch's
+        # NVFP4 rounds gradients by random numbers of the micro-batch: told in the first pass and in
+        # a recomputed one, which may run beside another micro-batch's
         note_microbatch(self.context.fp8, microbatch)
         added = self._add_branches(x, rotary, microbatch, attn_mask)
         return added if self.scalar is None else added * self.scalar.to(added.dtype)

@@ -68,6 +68,7 @@ def _run_again(
 ) -> Onset:
     """Run the passes of the skipped step again. Return the onset that this rank has seen of each
     offender: when it was first not finite."""
+    # All gradients have memory here: under ZeRO-2, where they have not, no step is replayed.
     optimizer = passes.optimizer
     loss_scale = torch.tensor(scale, device=optimizer.device)
     state = passes.begin(skipped.full_share, skipped.step, loss_scale)

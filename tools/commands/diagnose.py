@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diagnose`; return the exit code."""
+    # of an end after which the run began again; none if it has ended once more since
     earlier = read_earlier_records(args.folder)
     records = earlier or read_records(args.folder)
     lines = describe(records)

@@ -140,9 +140,10 @@ def check_world(config: RunConfig, world_size: int) -> None:
 
 
 def in_words(parallel: Parallel) -> str:
-    """Return the axes in words: tensor 2 x pipeline 1 x data 2 = 4 ranks, experts over 2.
+    """Return the axes in words: tensor 2 x pipeline 1 x data 2 = 4 ranks, experts over 2 in 1
+    slice.
 
-    A context of 1 is left out.
+    A context of 1 is left out, and the slices of experts if they are those of tensor.
     """
     axes = " x ".join(f"{axis} {size}" for axis, size in _axis_sizes(parallel))
     unit = "rank" if parallel.ranks == 1 else "ranks"

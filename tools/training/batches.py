@@ -30,7 +30,7 @@ class Batches:
     def __init__(
         self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
     ) -> None:
-        self._sizes = config.batches
+        self._batch_sizes = config.batches
         self._lengths = config.lengths
         self._evaluated_size = config.train.global_batch
         self._samples = samples
@@ -43,7 +43,7 @@ class Batches:
         to read the next. is_last: no other is taken after it.
         """
         self._position.note_action("reading of samples")
-        following = first_sample + self._sizes.at(first_sample)
+        following = first_sample + self._batch_sizes.at(first_sample)
         return self._prefetch.take(first_sample, None if is_last else following)
 
     def share(self, first_sample: int, replica: int | None = None) -> Share:
@@ -77,7 +77,7 @@ class Batches:
         return self._read(
             self._samples,
             first_sample,
-            self._sizes.at(first_sample),
+            self._batch_sizes.at(first_sample),
             replica,
             self._lengths.pieces_at(first_sample),
         )

@@ -36,7 +36,9 @@ class Saves:
         self._config = config
         self._optimizer = engine.optimizer
         self._fp8 = engine.fp8
-        self._compiled: dict[str, Any] = {}  # the entry about compiled leaves, if there are any
+        # the entry of each checkpoint that names the functions that torch has compiled
+        # (`parallel.leaves`), if there are any
+        self._compiled: dict[str, Any] = {}
         if engine.leaves.names:
             self._compiled = {"compiled": engine.leaves.names}
         self._pinned = PinnedAhead([])

@@ -120,7 +120,7 @@ class Trainer:
         if config.data.lm_eval:
             self._harness = optional_parts.Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
-        self._sizes = config.batches
+        self._batch_sizes = config.batches
         self._rates = LearningRates.of(config.lr, config.train)
         self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.monitor = OverflowMonitor(
@@ -661,7 +661,7 @@ class Trainer:
         steps before it. With fewer tokens than usual they are higher, for these have more noise."""
         if self.config.train.on_spike == "ignore":
             return NO_LIMITS
-        batch = self._sizes.at(self.progress.samples)
+        batch = self._batch_sizes.at(self.progress.samples)
         return self.spike_monitor.limits(batch * self.config.train.seq_length)
 
     @contextmanager
@@ -684,7 +684,7 @@ class Trainer:
         """Add a step to `progress`, and note whether a rank was asked to stop."""
         self._is_stopping |= report.stop
         before = self.progress
-        batch = self._sizes.at(before.samples)
+        batch = self._batch_sizes.at(before.samples)
         tokens = batch * self.config.train.seq_length
         # A skipped step has used up its samples: the next one takes others.
         applied = int(report.changed)

@@ -47,7 +47,7 @@ class Numerics:
     """The order of additions in a step: any."""
 
     start_sum: StartSum = staticmethod(start_sum)
-    """Start to sum gradients over dp."""
+    """Start to sum gradients over dp in place, by an all-reduce or a reduce-scatter."""
 
     def require_supported(
         self,
@@ -85,7 +85,8 @@ class Numerics:
         dp: Axis,
         device: torch.device,
     ) -> Tensor | None:
-        """Return the loss of this rank as the consensus takes it."""
+        """Return the loss of this rank as it is summed over the ranks: here as it is. Canonical
+        numerics put the loss of each micro-batch in a place of its own."""
         return loss
 
     def update_(self, rule: UpdateRule, wide: Wide, step: Step) -> None:

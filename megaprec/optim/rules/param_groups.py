@@ -318,8 +318,8 @@ def _changed_options(group: ParamGroup) -> dict[str, Any]:
 
 
 def describe_settings(groups: Groups, rates: Mapping[Factors, Rates], clip: float) -> list[str]:
-    """Return, as lines of text, what must be equal on all ranks of a stage in one step: rates and
-    changed options of each group, and the largest norm.
+    """Return, as lines of text, what must be equal on all ranks of a stage in one step: the
+    rates of each group, its options that a scheduler has changed, and the largest norm.
 
     Raises UserError if a loop has set the largest norm to what is no norm.
     """

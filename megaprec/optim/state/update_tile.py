@@ -74,7 +74,7 @@ class Draw:
 class Tile:
     """Views [n] of everything that is stored for the same n elements.
 
-    weights: those that the layers read.
+    weights: those that the layers read; of FP8 weights, whose codes are made later, the masters.
     masters: those that the update changes, of which `weights` are the rounding. They are `weights`
         themselves if the dtypes agree, and None if they are stored as `weights` with `remainder`.
     remainder: the lower 16 bits of FP32 masters whose upper bits are in `weights`; else None.

@@ -81,8 +81,12 @@ class DeepSpeedConfig:
         self.draft.problems.append(f"{key} = {self.get(key)!r} ({self.place}): {why}")
 
     def put(self, key: str, value: Any, *names: str, origin: str = "") -> None:
-        """Set a key of the run file to what dotted keys say; a value that the arguments give
-        otherwise is a problem."""
+        """Set a key of the run file to what dotted keys say.
+
+        A default that stands there is replaced. Another value that the arguments beside this file
+        have given stays; that is a problem, or only a note if the key changes no number, unless the
+        user gives the key.
+        """
         origin = origin or self.origin(*names)
         if value == "auto":
             return

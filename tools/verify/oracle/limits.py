@@ -67,7 +67,8 @@ def _beyond_plain(config: RunConfig) -> Iterator[LeftOut]:
 
 
 def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
-    """Yield the parts of a model's loss and gradients that transformers does not have."""
+    """Yield the parts of a model's loss and gradients that transformers lacks or computes by
+    another formula."""
     model = config.model
     if model.experts and model.router_aux_loss:
         reason = "transformers balances over the layers of a batch together"

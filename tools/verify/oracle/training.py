@@ -194,8 +194,10 @@ def _pieces(config: RunConfig, batch: OracleBatch) -> Iterator[tuple[slice, slic
 
 
 def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
-    """Yield the batches of the steps."""
+    """Yield the batch of each step: its samples and their loss mask are those of the run; tokens,
+    documents and positions are read anew from the token file."""
     corpus = corpus_of(config)
+    # In a small run some targets do not count, by a mask, as in the run that is compared.
     samples = RecordedSamples(corpus.train, masked=plan.small)
     (dataset,) = corpus.datasets
     row_of = _rows(config, dataset.document_lengths())

@@ -306,7 +306,7 @@ class _Samples:
     """The samples of a batch, compared with those of other batches.
 
     losses: of the batch's samples. outliers: positions of those that were left out. num_high: how
-    many have a loss that is an outlier.
+    many have a loss, or after `search` a gradient, that is an outlier.
     """
 
     def __init__(self, measures: Measures, share: Share, others: Sequence[Share]) -> None:
@@ -328,7 +328,11 @@ class _Samples:
 
     def search(self, spike: RecordedSpike) -> BatchNumbers | None:
         """Look for the samples without which the batch is ordinary, by their losses, and if these
-        do not explain it by their gradients. Return the numbers of the batch without them."""
+        do not explain it by their gradients. Set `outliers` to them.
+
+        Return the numbers of the batch without them, which may still be above the spike's limits;
+        None if no sample stands out.
+        """
         by_loss = self._leave_out(self._high)
         if by_loss is not None and not is_above(by_loss, spike):
             return by_loss

@@ -194,17 +194,24 @@ def test_a_switch_is_what_transformers_takes_it_for(
         ({"learning_rate": "fast"}, "--learning_rate fast"),
         ({"max_steps": -1, "num_train_epochs": 3}, "--num_train_epochs 3"),
         ({"deepspeed": "conf/none.json"}, "--deepspeed conf/none.json"),
-        ({"deepspeed": "../ds.json"}, "--deepspeed ../ds.json"),
+        ({"deepspeed": "../outside.json"}, "--deepspeed ../outside.json"),
     ],
 )
 def test_what_changes_the_numbers_is_refused_by_name(
     change: dict[str, object], said: str, tmp_path: Path
 ) -> None:
-    (tmp_path.parent / "ds.json").write_text(json.dumps(AUTO))
+    (tmp_path.parent / "outside.json").write_text(json.dumps(AUTO))
     with pytest.raises(UserError) as caught:
         imported(written(tmp_path, change), ranks=4)
     (line,) = caught.value.problems
     assert line.startswith(said)
+
+
+@pytest.mark.parametrize("place", ["/workspace/conf/ds.json", "../conf/ds.json"])
+def test_a_file_that_lay_elsewhere_is_found_beside_by_its_name(place: str, tmp_path: Path) -> None:
+    path = written(tmp_path, {"deepspeed": place})
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    assert "zero = " in imported(path, ranks=4).text
 
 
 def _unwrapped(text: str) -> str:

@@ -380,6 +380,7 @@ def written(mesh: DeviceMesh) -> list[Tensor]:
         lambda: copy.deepcopy(net),
         lambda: torch.zeros(16, 16).copy_(weight),
         lambda: torch.stack([weight, weight]),
+        lambda: torch._foreach_add([torch.ones(16, 16)], [weight]),
     ]
     for read in reads:
         with raises("optimizer.weight_without_memory", name="layers.0.weight"):

@@ -5,7 +5,7 @@ So such a parameter gets a class whose operations raise UserError, but for those
 values. The class that it had comes back with its values.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import new_class
 from typing import Any, ClassVar
@@ -85,7 +85,9 @@ class AbsentParameter(nn.Parameter):
         """Call `func`, one of torch's functions or attributes, if it reads no values. Raises
         UserError for any other."""
         if _name_of(func) not in _ABOUT_A_TENSOR:
-            raise UserError.of("optimizer.weight_without_memory", name=_logical_name(args))
+            raise UserError.of(
+                "optimizer.weight_without_memory", name=next(_logical_names(args), "a weight")
+            )
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
@@ -98,15 +100,14 @@ def _name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-def _logical_name(arguments: Iterable[Any]) -> str:
-    """Return the logical name of the first absent parameter among arguments of one of torch's
-    functions, or of those in the first list among them."""
+def _logical_names(arguments: Iterable[Any]) -> Iterator[str]:
+    """Yield the logical names of the absent parameters among arguments of one of torch's functions,
+    also of those in lists."""
     for argument in arguments:
         if isinstance(argument, AbsentParameter) and has_layout(argument):
-            return layout_of(argument).parts[0].name
-        if isinstance(argument, list | tuple):
-            return _logical_name(argument)
-    return "a weight"
+            yield layout_of(argument).parts[0].name
+        elif isinstance(argument, list | tuple):
+            yield from _logical_names(argument)
 
 
 @cache

@@ -34,8 +34,8 @@ from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
 from tools.console.units import duration, first_of, flops, size
 
-# kinds of bytes with a column of their own, and those that share the column "other"
 MOST_CHANGES = 8  # of train.batch_schedule that are named
+# kinds of bytes with a column of their own, and those that share the column "other"
 MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
     "ema": "the average of the weights",

@@ -32,14 +32,18 @@ def read_named_json(
 
 
 def text_beside(folder: Path, named: str) -> str | None:
-    """Return the text of a file in a folder or below it; None if it is not there."""
+    """Return the text of a file in a folder or below it; None if it is not there.
+
+    named: its path on the machine where it was used, of which only the name may be right here.
+    """
     name = Path(named).name
     if len(named) > LONGEST_NAME or re.search(r"[\0*?\[]", named):
         return None
     for path in (folder / named, folder / name, *folder.glob(f"*/{name}")):
-        is_within = path.resolve().is_relative_to(folder.resolve())
+        if not path.resolve().is_relative_to(folder.resolve()):
+            continue
         try:
-            return read_text(path, LARGEST_CONFIG) if is_within else None
+            return read_text(path, LARGEST_CONFIG)
         except (OSError, ValueError):
             continue
     return None

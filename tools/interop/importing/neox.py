@@ -184,7 +184,9 @@ def _add_model(made: Renamed) -> None:
     }
     if positions == "rope":
         made.keys["model.positions"] = "rope"
-        made.keys["model.rotary_fraction"] = float(made.number("rotary_pct", 1.0) or 1.0)
+        fraction = made.number("rotary_pct", 1.0)
+        if fraction is not None:
+            made.keys["model.rotary_fraction"] = float(fraction)
     if made.arguments.get("normalization") == "LayerNorm":
         # by this name Hugging Face's folders are written
         made.keys["model.family"] = "gpt_neox"

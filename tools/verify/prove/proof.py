@@ -198,8 +198,7 @@ def _train_elsewhere(
     if not is_canonical(proof_runs.config):
         return _not_tried(
             'train.numerics = "fast": another layout adds in another order, so its last bits '
-            "differ; "
-            "megaprec parity compares layouts with bounds"
+            "differ; megaprec parity compares layouts with bounds"
         )
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")

@@ -123,19 +123,30 @@ def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
         return 1
     # `megaprec.train` raises it in the program that has called it
     is_told = getattr(args, "end_file", None) is not None
-    tells = prints_own_failure() and not is_told
+    if prints_own_failure() and not is_told:
+        _tell_failure(cause, args.json)
     if isinstance(cause, Stopped | RanksFailed):
-        # the rank, or the launcher, has printed the lines
-        if tells and args.json:
-            _print_document(_problems_of(cause))
         return cause.exit_code
-    if not isinstance(cause, ON_PURPOSE):
-        if tells and args.json:
-            _print_document([Problem(f"{type(error).__name__}: {error}")])
-        raise error
-    if tells:
-        _print_error(cause, args.json)
-    return EXIT_CODES[type(cause)]
+    if isinstance(cause, ON_PURPOSE):
+        return EXIT_CODES[type(cause)]
+    raise error
+
+
+def _tell_failure(cause: Exception, as_document: bool) -> None:
+    """Print why a command has failed, as far as nothing else prints it. as_document: print it on
+    stdout too, as the one JSON document."""
+    if isinstance(cause, ON_PURPOSE) and not isinstance(cause, Stopped):
+        _print_error(cause, as_document)
+    elif as_document:
+        # On stderr stand the lines of a rank or a launcher, or Python prints the traceback.
+        is_told = isinstance(cause, Stopped | RanksFailed)
+        problems = _problems_of(cause) if is_told else [_crash(cause)]
+        _print_document(problems)
+
+
+def _crash(error: Exception) -> Problem:
+    """Return the line on an error that is a fault of the program."""
+    return Problem(f"{type(error).__name__}: {error}")
 
 
 def _print_error(error: Exception, as_document: bool) -> None:
@@ -147,6 +158,7 @@ def _print_error(error: Exception, as_document: bool) -> None:
 
 
 def _problems_of(error: Exception) -> Iterable[Problem]:
+    """Return what is wrong, a line each."""
     lines = error.problems if isinstance(error, UserError) else (str(error),)
     return [line if isinstance(line, Problem) else Problem(line) for line in lines]
 

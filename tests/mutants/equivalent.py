@@ -60,7 +60,7 @@ EQUIVALENT: dict[Change, str] = {
     ),
     (
         "megaprec/optim/decision/grad_stats.py",
-        "if squares.isfinite() and squares >= least:",
+        "if squares.isfinite() and squares >= least_squares:",
         ">=",
         ">",
     ): "a bound at which either sum is right",

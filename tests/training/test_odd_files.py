@@ -76,10 +76,11 @@ def test_a_rank_that_lost_another_leaves_the_telling_to_its_launcher(
             "F0.0 failed on pipeline rank 0: Connection closed by peer [127.0.0.1]:26540"
         )
 
+    args = Namespace(command="train", run=lose, json=False)
     with pytest.raises(RuntimeError):
-        cli._run(Namespace(command="train", run=lose))
+        cli._run(args)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OURS}7")
-    assert cli._run(Namespace(command="train", run=lose)) == 1
+    assert cli._run(args) == 1
     assert capsys.readouterr().err == ""
 
 

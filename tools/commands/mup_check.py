@@ -240,7 +240,8 @@ def show(certificate: dict[str, Any]) -> None:
     for row in certificate["rows"]:
         color = COLORS[row["verdict"]]
         # one item a step: shown are those of the last
-        last_changes, last_slope = row["changes"][-1], row["slopes"][-1]
+        last_changes = row["changes"][-1]
+        last_slope = row["slopes"][-1]
         sizes = [f"{size:.2e}" for size in last_changes]
         slopes = [_in_words(last_slope), _in_words(row["initial_slope"])]
         table.add_row(row["activation"], *sizes, *slopes, f"[{color}]{row['verdict']}[/]")

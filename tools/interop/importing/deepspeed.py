@@ -38,6 +38,7 @@ OWN_OPTION: Mapping[str, tuple[str, Any]] = {
 }
 CLIP = 1.0  # the default of gradient_clipping
 SHORTEST_WARMUP = 2  # steps, of DeepSpeed's WarmupLR
+SCHEDULER_PARAMS = "scheduler.params"
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 TYPES: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "bool": ("a bool", bool),
@@ -476,27 +477,10 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
         if draft.needs("lr.schedule"):
             config.refuse("scheduler.type", f"of DeepSpeed's, {', '.join(SCHEDULES)} are read")
         return
-    params = "scheduler.params"
-    form = config.get(f"{params}.warmup_type", "log")
-    warmup = config.get(f"{params}.warmup_num_steps", 1000)
-    # DeepSpeed takes a shorter one for one of two steps
-    warmup_there = max(SHORTEST_WARMUP, warmup)
-    is_linear = form in ("linear", "auto")
-    if not is_linear and warmup_there > SHORTEST_WARMUP and draft.needs("lr.warmup"):
-        origin = config.origin(f"{params}.warmup_type")
-        draft.problems.append(
-            f"{params}.warmup_type ({config.place}): warm-up is linear here, but {origin} is not: "
-            "write linear, or give lr.warmup=N beside the file"
-        )
-    _add_peak_of_warmup(config)
+    _add_warmup(config)
     config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")
-    # two steps of its logarithm end at the second one, whose rate the first step here has
-    is_over = not is_linear and warmup_there == SHORTEST_WARMUP
-    config.put("lr.warmup", 0 if is_over else warmup_there, f"{params}.warmup_num_steps")
-    initial = f"{params}.warmup_min_lr"
-    if config.get(initial):
-        config.put("lr.initial", config.get(initial), initial)
-    length = f"{params}.total_num_steps"
+    length = f"{SCHEDULER_PARAMS}.total_num_steps"
+    initial = f"{SCHEDULER_PARAMS}.warmup_min_lr"
     if kind == "WarmupDecayLR" and config.get(length) is None:
         draft.problems.append(f"{length} ({config.place}) is missing, which DeepSpeed needs")
     elif kind == "WarmupDecayLR":
@@ -512,9 +496,32 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
     )
 
 
+def _add_warmup(config: DeepSpeedConfig) -> None:
+    """Add the steps of the linear warm-up, and the rates between which it leads."""
+    draft = config.draft
+    form = config.get(f"{SCHEDULER_PARAMS}.warmup_type", "log")
+    warmup = config.get(f"{SCHEDULER_PARAMS}.warmup_num_steps", 1000)
+    # DeepSpeed takes a shorter one for one of two steps
+    warmup_there = max(SHORTEST_WARMUP, warmup)
+    is_linear = form in ("linear", "auto")
+    if not is_linear and warmup_there > SHORTEST_WARMUP and draft.needs("lr.warmup"):
+        origin = config.origin(f"{SCHEDULER_PARAMS}.warmup_type")
+        draft.problems.append(
+            f"{SCHEDULER_PARAMS}.warmup_type ({config.place}): warm-up is linear here, but "
+            f"{origin} is not: write linear, or give lr.warmup=N beside the file"
+        )
+    _add_peak_of_warmup(config)
+    # two steps of its logarithm end at the second one, whose rate the first step here has
+    is_over = not is_linear and warmup_there == SHORTEST_WARMUP
+    config.put("lr.warmup", 0 if is_over else warmup_there, f"{SCHEDULER_PARAMS}.warmup_num_steps")
+    initial = f"{SCHEDULER_PARAMS}.warmup_min_lr"
+    if config.get(initial):
+        config.put("lr.initial", config.get(initial), initial)
+
+
 def _add_peak_of_warmup(config: DeepSpeedConfig) -> None:
     """Add the rate that a warm-up leads to: the optimizer's where the schedule has none."""
-    name = "scheduler.params.warmup_max_lr"
+    name = f"{SCHEDULER_PARAMS}.warmup_max_lr"
     of_optimizer = "optimizer.params.lr"
     has_own = of_optimizer in config.leaves
     if name not in config.leaves and has_own:

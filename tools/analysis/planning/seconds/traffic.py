@@ -10,6 +10,7 @@ from parallel.pipeline.instructions import Op
 from tools.config.rules.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
 from tools.config.run_file import RunConfig
 from tools.config.sharding import sharding_of
+from tools.config.tables.settings import Parallel
 
 
 def bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:
@@ -45,8 +46,6 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # a gather or a scatter of one activation
     activation = local_tokens(config) * model.hidden * config.plan.compute.itemsize
     transfer = activation * (1 - 1 / parallel.tensor)
-    # after the embedding, and for the input gradient of the head
-    at_ends = (1 if parallel.sequence else 2) * transfer
     num_expert_layers = expert_layers(config, cost)
     # layers that sum nothing over tp
     unsummed = 0
@@ -63,10 +62,8 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = forward * (1 + recomputed)
-    if cut.last:
-        input_gradient += at_ends
-    if cut.first and parallel.sequence:
-        input_gradient += transfer
+    # the gradient of the head's input is summed, that of the embedding's output gathered
+    input_gradient += _end_bytes(parallel, transfer, summed=cut.last, gathered=cut.first)
     if not parallel.sequence:
         input_gradient += 2 * shared
     weight_gradient = 0.0
@@ -76,13 +73,24 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
             inputs_gathered_again += 1  # that of the head
         weight_gradient = inputs_gathered_again * transfer
     # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
-    embedding_and_head = 0.0
-    if cut.first:
-        embedding_and_head += at_ends
-    if cut.last and parallel.sequence:
-        embedding_and_head += transfer
-    forward += embedding_and_head
+    forward += _end_bytes(parallel, transfer, summed=cut.first, gathered=cut.last)
     return bytes_of(op, forward, input_gradient, weight_gradient)
+
+
+def _end_bytes(parallel: Parallel, transfer: float, summed: bool, gathered: bool) -> float:
+    """Return the bytes that embedding and head send in a pass.
+
+    transfer: of a gather or a scatter of one activation. summed: the stage has the end whose result
+    is summed over the ranks. gathered: it has the other end, which is gathered under sequence
+    parallelism.
+    """
+    sent = 0.0
+    if summed:
+        # under sequence parallelism a scatter, else an all-reduce, which is also a gather
+        sent += transfer if parallel.sequence else 2 * transfer
+    if gathered and parallel.sequence:
+        sent += transfer
+    return sent
 
 
 def expert_layers(config: RunConfig, cost: StageCost) -> int:

@@ -184,7 +184,8 @@ def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
         by_step = {step_of(path): path for path in made_here(folder)}
         best = best_made_here(folder, keep.best) if keep.best else None
     except UserError as error:
-        return list(error.problems)
+        # which checkpoints may go is not known; leftovers may
+        return [*error.problems, *remove_leftovers(folder)]
     # after a run went back to an earlier step, the newest save has not the highest step
     lasting = {new} if best is None else {new, best.path}
     warnings: list[str] = []

@@ -257,8 +257,9 @@ def _message(item: Any) -> Message | None:
     """Return a message with the usual names of roles, None for what is none."""
     if not isinstance(item, dict):
         return None
-    if isinstance(item.get("role"), str):
-        return item
+    role = item.get("role")
+    if isinstance(role, str):
+        return {**item, "role": ROLES.get(role, role)}
     role = item.get("from")
     content = item.get("value")
     if not isinstance(role, str) or not isinstance(content, str):

@@ -114,15 +114,17 @@ def test_each_way_to_give_a_conversation_is_the_same(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, MARKED)
     messages = turns("how many?", "seven")
     shared = [{"from": "human", "value": "how many?"}, {"from": "gpt", "value": "seven"}]
+    renamed = [{"role": turn["from"], "content": turn["value"]} for turn in shared]
     rows = [
         {"messages": messages},
         {"messages": json.dumps(messages)},
+        {"messages": renamed},
         {"conversations": shared, "id": 3},
         {"prompt": "how many?", "completion": "seven"},
         {"prompt": messages[:1], "completion": messages[1:]},
     ]
     first, *others = documents(built(rows, tokenizer))
-    assert others == [first] * 4
+    assert others == [first] * 5
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])

@@ -283,7 +283,7 @@ def _parser_of(called: Container[str]) -> argparse.ArgumentParser:
         if name in called:
             command.load().add_arguments(command_parser)
             command_parser.epilog = _example_of(command)
-    # for `completion`, and of commands that have no document
+    # `completion` calls the first; the second is for commands without an option --json
     parser.set_defaults(parser_of_all=parser_of_all, json=False)
     return parser
 

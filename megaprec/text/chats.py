@@ -229,7 +229,8 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Mess
 
 
 def _list_of_messages(value: Any, field: str, where: str) -> list[Message]:
-    """Return the messages of a field. Raises UserError if it is no list of them."""
+    """Return the messages of a field, a list or its JSON. Raises UserError if it is no list of
+    them, for an unknown role, and for a weight of a message that is not 1."""
     value = _unpacked(value)
     if not isinstance(value, list) or not value:
         reason = f"{field} is not a list of messages"

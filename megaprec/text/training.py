@@ -262,7 +262,8 @@ def _publish(
     content: bytes,
     overwrite: bool,
 ) -> Path:
-    """Write a tokenizer to `path`. Raises UserError if another one is there."""
+    """Write a tokenizer to `path` and return this. Its digest is kept on this machine as one that
+    can be read without a trial. Raises UserError if another one is there, unless `overwrite`."""
     if path.exists() and read_whole(path) != content and not overwrite:
         raise UserError.of("data.model_exists", path=path)
     write_whole(path, content)

@@ -136,8 +136,8 @@ class BlendPhases:
         return [weight / total for weight in weights]
 
     def _plain_weights(self, position: int) -> tuple[float, ...]:
-        """Return the weights at a position. If a float is none of them exactly, return whole
-        numbers in their ratio."""
+        """Return the weights at a position. If the decimals of a float are not exactly its weight,
+        as of 1/3, return whole numbers in their ratio."""
         weights = self._weights(position)
         floats = tuple(map(float, weights))
         as_read = [Fraction(repr(number)) for number in floats]

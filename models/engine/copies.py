@@ -39,6 +39,7 @@ def differing_copies(engine: Engine) -> list[str]:
     optimizer = engine.optimizer
     optimizer.wait()
     held = digest_held_state(optimizer.all_buffers(), engine.stages.values(), with_gradients=False)
+    # `weights` of the result covers all that is held here, masters and moments too
     agreement = compare(held, engine.pp, *holders(engine), optimizer.device)
     if not optimizer.world.max_(agreement.weights.float()).item():
         return []

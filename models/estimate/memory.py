@@ -339,7 +339,8 @@ def lay_out(stage: Stage) -> None:
     the experts of a layer lie one after the other, because one product reads them all."""
     plan = stage.context.plan
     parameters = [*stage.parameters()]
-    # a bucket of one element is full with one parameter, or with all that lie together
+    # A bucket of one element is full with one parameter, or with all that lie together. Tensors of
+    # a simulated GPU are on the meta device, those of a simulated CPU are not.
     for bucket in buckets(parameters, plan, size=1, whole_groups=parameters[0].is_meta):
         sizes = [parameter.numel() for parameter in bucket]
         weights = torch.empty(sum(sizes), dtype=bucket[0].dtype)

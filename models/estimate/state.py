@@ -488,7 +488,8 @@ def _update_peak(buffer: Buffer, block: int) -> int:
 
 
 def _ema_peak(buffer: Buffer, device: Device) -> int:
-    """Return the peak in bytes that moving a block of the moving average of this buffer adds."""
+    """Return the peak in bytes that an update of this buffer's moving average adds. It is updated
+    a run of elements at a time, of which the first is tried."""
     assert buffer.ema is not None
     tile = next(buffer.tiles(0, buffer.local_size, run_length(device)))
     averaged = AveragedTile(tile, buffer.ema[: len(tile.weights)])

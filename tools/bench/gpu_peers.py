@@ -124,7 +124,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _make_step(
     model: nn.Module, workload: Workload, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Step:
-    """Return a step of `model` with `MasterAdamW`. loss: of a micro-batch's tokens and targets."""
+    """Return a step of `model` with `MasterAdamW`, which also drops the gradients. loss: of a
+    micro-batch's tokens and targets."""
     optimizer = MasterAdamW(list(model.parameters()))
     batches = workload.batches()
 

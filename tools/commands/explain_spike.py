@@ -293,7 +293,7 @@ def _show(console: Console, explained: Explained) -> None:
 
 
 def _show_causes(console: Console, causes: Sequence[Cause]) -> None:
-    """Print the verdict on each cause; once, if it is the same one on all, for the same reason."""
+    """Print the verdict on each cause; a single line, if none was tried, all for one reason."""
     evidences = {cause.evidence for cause in causes}
     if len(evidences) == 1 and causes[0].verdict == "not tried":
         names = ", ".join(cause.name for cause in causes)

@@ -140,6 +140,7 @@ def _hints(problems: Sequence[Problem], asked: Asked) -> Iterator[str]:
 def how_to_quote(argument: str) -> str:
     """Return the line for an argument that is none of this command's options: most likely one of
     Megatron-LM's."""
+    # the text of a UserError is the argument with signs that do not print escaped
     return (
         f"{UserError(argument)} is no option of import-args: give a command line in quotes, as in "
         'megaprec import-args "--num-layers 24 --bf16" -o run.toml, or last, after --, as in '

@@ -478,8 +478,8 @@ def _of_preset(preset: str) -> ModelConfig:
 def _assumptions(
     config: RunConfig, target: DeviceTarget, args: argparse.Namespace
 ) -> Assumptions | None:
-    """Return what the prediction rests on; None if the peak is not known, or products are
-    emulated."""
+    """Return what the prediction rests on; None if the device's peak of FLOP/s is not known, or
+    products are emulated, as those of four bits are."""
     if config.fp8.four_bits:
         return None
     known = assumptions_of(target.gpu, config.plan) if target.gpu else None
@@ -508,8 +508,8 @@ def _with_given_speeds(known: Assumptions, args: argparse.Namespace) -> Assumpti
 def _assumptions_of_others(
     config: RunConfig, target: DeviceTarget, tflops: float | None
 ) -> Assumptions | None:
-    """Return what a prediction rests on for a device without a data sheet; None if its peak is not
-    known."""
+    """Return what a prediction rests on for a device without a data sheet; None if its peak of
+    FLOP/s is not known."""
     peak = tflops or 0.0
     if not peak and target.device == "cpu":
         # the ranks of a run on CPUs share this machine

@@ -34,7 +34,8 @@ def branch_point(config: RunConfig) -> Path | None:
 
 
 def _open_origin(config: RunConfig) -> Store:
-    """Open the checkpoint of train.branch_from. Raises UserError with one problem."""
+    """Open the checkpoint of train.branch_from. Raises UserError with one problem. Its files of
+    tensors are not checked here: loading does that."""
     folder = path_of(config.train.branch_from)
     try:
         path = checkpoint_at(folder)

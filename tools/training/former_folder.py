@@ -46,7 +46,11 @@ def notes_on_former_places(config: RunConfig) -> Iterator[str]:
 
 def _look_into(place: str, config: RunConfig) -> tuple[Path | None, str]:
     """Return the newest checkpoint of a former place and "", or None and why it is not known if
-    there is one. Raises UserError if that checkpoint is damaged."""
+    there is one. Raises UserError if that checkpoint is damaged.
+
+    place: a value of checkpoint.folder. If it means the folder that the run has now, or holds no
+    checkpoint, the answer is None and "".
+    """
     try:
         folder = checkpoint_folder(place, Path(config.train.folder))
         if folder == config.checkpoint_folder:

@@ -1,7 +1,8 @@
 """The predicted step beside the measured one, in the lines of `megaprec train`.
 
-A prediction needs a GPU of the table, or the file that `megaprec calibrate` has written to the
-working directory. Without either there is none, and no line.
+A prediction needs a GPU of the table, or on a CPU the file that `megaprec calibrate` has written to
+the working directory. Otherwise there is none, and no line. For a GPU of the table the file, if it
+is of this machine, replaces the table's speeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ def _speeds_here(config: RunConfig, target: DeviceTarget) -> tuple[Assumptions, 
     """Return the speeds of this machine, and what they are from; None if they are not known.
 
     They are those of the calibration, if it is of this machine and device, or else those of the
-    table of GPUs.
+    table of GPUs. Those of a GPU outside the table are not known, even with a calibration.
     """
     on_cpu = target.device == "cpu"
     uncalibrated = UNKNOWN_CPU if on_cpu else None

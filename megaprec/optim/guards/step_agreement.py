@@ -222,7 +222,7 @@ def explain_presence(
     """Return a line that says why no step can be made of the gradients. Collective over the world.
 
     any_gradient: True if a parameter of some rank has one.
-    settings: as for `summarize_presence`.
+    settings: lines that all ranks of a stage must share too, as for `summarize_presence`.
     """
     if not any_gradient:
         return (

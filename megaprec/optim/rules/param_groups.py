@@ -289,8 +289,8 @@ def _require_no_rule_options(groups: Groups) -> None:
 
 
 def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
-    """Return the update rule of each group, with the option that a scheduler has changed. Raises
-    UserError for a value that the rule cannot have.
+    """Return the update rule of each group, with the option that a scheduler has changed: AdamW's
+    betas or SGD's momentum. Raises UserError for a value that the rule cannot have.
     """
     rules: dict[Factors, UpdateRule] = {}
     for group_factors, group in groups.items():

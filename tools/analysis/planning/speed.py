@@ -451,7 +451,7 @@ def predict_of_mean_rank(
     config: RunConfig, passes: PlannedPasses, assumed: Assumptions
 ) -> Prediction:
     """Return the predicted times of a step as if each rank had the state of the mean one, for which
-    no layer is built."""
+    no layer is built. Of what a rank sends to its replicas a lower bound is taken."""
     elements = sum(elements_of_pipeline(config)) / config.parallel.pipeline
     sent = _least_sent(config, elements)
     return predict_passes(config, passes, sent, elements, assumed)

@@ -69,6 +69,7 @@ class Run:
         cut short."""
         notes = odd_records(self.folder)
         if is_cut(self._run_file_text):
+            # of a file that is cut short, `config` is the reason why it cannot be read
             notes.append(str(self.config))
         if lost := lost_steps(self.folder / METRICS):
             notes.append(lost)

@@ -109,6 +109,8 @@ def limit(seconds: int = SECONDS) -> None:
 def describe(torch_file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file as a JSON value: [kind, content].
 
+    An opened one is part of a file of a distributed checkpoint, and places count from where this
+    part begins.
     Raises ValueError for more than MOST_VALUES values and characters, for a small file that refers
     to the same list again and again would be a huge answer, and as `_unpickle` and `_locate` do.
     """

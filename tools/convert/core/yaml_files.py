@@ -55,10 +55,11 @@ def _strict_loader(yaml: Any) -> type[Any]:
             return node
 
         def flatten_mapping(self, node: Any) -> None:
-            """Put what a mapping merges (<<) before its own pairs, which count more.
+            """Put what a mapping merges (<<) before its own pairs, which count more. Raises
+            ValueError for a mapping that merges itself.
 
-            PyYAML 6.0.4 takes the first of two pairs of a merged mapping that has merged one
-            itself: the value that this one has overruled.
+            If A merges B, and B merges C, and B and C have the same key, PyYAML 6.0.4 gives A the
+            value of C, which that of B should overrule.
             """
             if any(node is other for other in merging):
                 raise ValueError(f"line {node.start_mark.line + 1}: a mapping merges itself (<<)")

@@ -31,6 +31,7 @@ NO_RANKS_FOR_BATCH = (
     "depends on the number of ranks, which the arguments do not say: give --ranks N"
 )
 Changes = tuple[tuple[int, int], ...]
+"""Numbers of samples of the run, each with the global batch from there on."""
 
 
 def add_global_batch(arguments: Arguments, data: int | None) -> None:
@@ -103,7 +104,8 @@ def _steps_of_ramp(arguments: Arguments, samples: int) -> int:
 
 
 def _add_constant(arguments: Arguments, data: int | None) -> None:
-    """Add a batch that does not change: the given one, or that of the micro-batches."""
+    """Add a batch that does not change: the given one, or that of the micro-batches. data: as for
+    `add_global_batch`, the replicas."""
     draft = arguments.draft
     micro = draft.value("train.micro_batch", arguments.get("micro_batch_size"))
     if arguments.has("global_batch_size"):
@@ -124,7 +126,7 @@ def _add_constant(arguments: Arguments, data: int | None) -> None:
 
 
 def _add_ramp(arguments: Arguments, data: int | None) -> None:
-    """Add the batches of --rampup-batch-size."""
+    """Add the batches of --rampup-batch-size. data: as for `add_global_batch`, the replicas."""
     draft = arguments.draft
     if arguments.has("train_iters"):
         arguments.refuse(
@@ -274,8 +276,8 @@ def _put(arguments: Arguments, changes: Changes, data: int | None, name: str) ->
 
 
 def _decreased(arguments: Arguments, changes: Changes, unit: int) -> Changes:
-    """Return the changes with each batch as the next smaller multiple of `unit`; none, with a
-    problem, if that is 0."""
+    """Return the changes with each batch as the largest multiple of `unit` that is not above it;
+    none, with a problem, if that is 0."""
     rounded = tuple((threshold, batch // unit * unit) for threshold, batch in changes)
     if not all(batch for _, batch in rounded):
         arguments.refuse(

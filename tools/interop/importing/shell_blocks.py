@@ -55,7 +55,8 @@ class Block:
 
 def split_line(line: Sequence[Token]) -> Iterator[list[Token]]:
     """Yield the statements of a line. `then`, `do` and `else` are statements of their own. A line
-    with torn quotes stays whole, for it may end elsewhere than it seems."""
+    with torn quotes, or with a sign that is no part of a word and no bracket, stays whole, for it
+    may end elsewhere than it seems."""
     is_odd = any(
         token.kind == "torn" or (token.kind == "other" and token.text not in "()") for token in line
     )

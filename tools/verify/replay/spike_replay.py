@@ -269,7 +269,7 @@ def _catch_up(
 
 def _departs(report: StepReport, record: Mapping[str, Any]) -> bool:
     """Return True if a repeated step's loss or norm is further from the recorded one than rounding
-    explains."""
+    explains. If a recorded one is not finite, return True if the repeated norm is finite."""
     loss = float(record["loss"])
     norm = float(record["grad_norm"])
     if not math.isfinite(loss) or not math.isfinite(norm):

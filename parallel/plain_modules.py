@@ -102,7 +102,7 @@ def parallelize(
 
     Raises UserError, naming paths, for layers without a style, patterns that match no layer, sizes
     that do not divide by tp, and layers of which a parallel layer would lose something: a forward
-    of their own, hooks, FP32 marks.
+    of their own, hooks, FP32 marks (`megaprec.precision.marks`).
     On several tensor-parallel ranks, forward passes raise UserError for operations on slices of
     features that one process would compute from all of them, and for inputs that differ between
     these ranks.

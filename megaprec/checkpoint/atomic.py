@@ -223,7 +223,8 @@ def begin(folder: Path, step: int) -> int:
     """Create an empty hidden folder for the checkpoint of `step`; return the number that
     `partial_path` needs.
 
-    Raises OSError, also for a URL at which there is one: nothing there is ever replaced.
+    Raises OSError. At a URL the folder has the checkpoint's own name, and is refused if anything is
+    in it: nothing there is ever replaced.
     """
     if is_remote(folder):
         path = checkpoint_path(folder, step)

@@ -31,7 +31,8 @@ class ScaleAndHistory(NamedTuple):
 
 
 Scales = dict[int, ScaleAndHistory]
-"""Scales and histories of tensors, by their index in the bank."""
+"""Scales and histories of tensors, by their column in the bank, which holds those of all tensors of
+a pipeline stage (`megaprec.fp8.history`)."""
 
 
 def add_fp8(snapshot: Snapshot, state: FP8State, writes: bool) -> None:

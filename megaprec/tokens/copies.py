@@ -40,7 +40,8 @@ def file_here(prefix: Path, suffix: str, again: bool = False) -> Path:
     """Return the path at which `PREFIX` + `suffix` can be read on this machine.
 
     For a file at a URL that is the path of a copy, which is made if it is missing, damaged or of
-    another version. If there is no such file at the URL, its URL itself is returned.
+    another version, and each time if the server tells no version. If there is no such file at the
+    URL, its URL itself is returned.
     again: read the copy to check it even if its size and times are those of its last check.
     """
     path = with_suffix(prefix, suffix)

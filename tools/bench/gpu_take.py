@@ -1,4 +1,7 @@
-"""One measurement taken: its process, and the records that it prints, as each is known."""
+"""One measurement taken: its process, and the records that it prints, as each is known.
+
+A file of laws is one of tests that need a GPU (`tests/gpu`), which pytest runs.
+"""
 
 import sys
 import time
@@ -87,7 +90,7 @@ def _take_laws(
     """Run the tests of a file that need a GPU and yield the outcome of each when it is known.
 
     A test that hangs or that ends the process is one that has failed: the others are tried in
-    another process.
+    another process. left, known: as in `take`; tests whose outcome is known are added to `known`.
     """
     seconds = min(measurement.seconds, left)
     end = time.monotonic() + seconds
@@ -102,6 +105,7 @@ def _take_laws(
             yield {"done": True}
             return
         is_over = child.code is None and time.monotonic() >= end
+        # no test is to blame: none was under way, or the call was over, not the measurement's time
         if not begun or (is_over and seconds < measurement.seconds):
             yield _ending(child, measurement, seconds)
             return

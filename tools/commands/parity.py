@@ -339,7 +339,9 @@ def _requested(config: RunConfig, options: Options) -> list[dict[str, Any]]:
 def _prepared(
     config: RunConfig, options: Options, steps: int, limits: LayoutLimits, folder: Path
 ) -> RunConfig:
-    """Return the run to compare: small, and without what takes time and changes no number."""
+    """Return the run to compare: small unless `options.full`, and without what takes time and
+    changes no number. For an oracle it is also without what the oracle leaves out, and its learning
+    rate changes as that of `config` does, in fewer steps."""
     ready = made_ready(config, limits, options.full, steps, folder / "run")
     if not options.full:
         # one step more, which is skipped

@@ -196,7 +196,8 @@ def _record_end(
     reason: str,
     culprits: tuple[int, ...],
 ) -> None:
-    """Write the record of this rank, which has failed."""
+    """Write the record of this rank, which an error ends. culprits: itself, or none if the error is
+    that another rank is gone."""
     record = EndRecord(
         rank=watchdog.own_beat(),
         ranks=num_ranks,

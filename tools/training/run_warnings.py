@@ -214,7 +214,8 @@ TEXT_KEYS = (
 
 
 def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a line for each key of texts without effect, for the data sets are tokens already."""
+    """Yield a line for each key of texts without effect: the data sets are tokens already, or, of
+    data.vocab_size, no tokenizer is trained, as where one is given."""
     data = config.data
     defaults = Data()
     evaluated = [", ".join(names_of(source.source)) for source in data.validation]

@@ -241,8 +241,8 @@ def require_same_weights(
 def _replicated_parameters(
     model_parts: Sequence[nn.Module], only_uncut: bool
 ) -> list[nn.Parameter]:
-    """Return the parameters that all dp ranks have alike, trained and frozen ones: all but experts
-    and DTensors. only_uncut: without those that are cut over tp."""
+    """Return the parameters that all dp ranks have alike, trained and frozen ones: all but experts,
+    DTensors and those without a layout. only_uncut: without those that are cut over tp."""
     # a tied parameter may be in several parts
     every = dict.fromkeys(chain.from_iterable(part.parameters() for part in model_parts))
     replicated: list[nn.Parameter] = []

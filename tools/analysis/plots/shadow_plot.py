@@ -171,7 +171,8 @@ def lowest_cosines(event: Event) -> dict[int, float]:
 
 
 def _lost_chart(events: Sequence[Event]) -> Chart:
-    """Return the chart of the share of numbers that the worst product of a step loses."""
+    """Return the chart of the numbers that FP8 loses: the shares that saturate and that become
+    zero, of each role the largest of all products of a step."""
     return Chart(
         "numbers lost in the worst product, %",
         list(_lost_series(events)),

@@ -47,7 +47,8 @@ def positions_of(arguments: Args) -> str:
 
 
 def rotary_of(arguments: Args, positions: str) -> dict[str, Any]:
-    """Return the fields of rotary positions in ordinary attention."""
+    """Return the fields of rotary positions in ordinary attention. positions: the kind, as
+    `positions_of` returns it: YaRN too is "rope"."""
     turns = positions == "rope"
     fraction = float(argument_or(arguments, "rotary_percent", 1.0)) if turns else 1.0
     base = float(argument_or(arguments, "rotary_base", 10000))

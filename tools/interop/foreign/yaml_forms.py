@@ -56,7 +56,8 @@ OFF = (
 
 
 def read_forms(tree: PlainDict, findings: Findings) -> bool:
-    """Read a tree in one of the forms; return True if it is in one."""
+    """Read a tree in one of the forms; return True if it is in one. The switches of `OFF` that are
+    off are accounted for in any tree."""
     for entry in _moved(tree, dict(zip(OFF, OFF, strict=True))).values():
         if entry.value in (False, None):
             findings.take(entry)

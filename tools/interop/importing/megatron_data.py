@@ -278,11 +278,13 @@ def _resumes_from_open_place(arguments: Arguments) -> bool:
 
 
 def _add_load(arguments: Arguments) -> None:
-    """Add the checkpoint that the first weights, or the whole state, come from."""
+    """Add the checkpoint that the first weights, or the whole state, come from. If that is the
+    folder that the run saves to, a note is all: a run resumes from there by itself."""
     draft = arguments.draft
     pretrained = arguments.get("pretrained_checkpoint")
     load = arguments.get("load")
     path = pretrained or load
+    # an open place is a folder whose name is not known
     if "load" in arguments.open_places and _resumes_from_open_place(arguments):
         return
     weights_only = arguments.get("finetune") or arguments.get("no_load_optim")

@@ -66,7 +66,8 @@ def _add_head_dim(arguments: Arguments, model: ModelConfig) -> None:
 
 
 def _add_decay(arguments: Arguments, model: ModelConfig, growth: float) -> None:
-    """Add groups by which hidden matrices decay as in Megatron-LM."""
+    """Add groups by which hidden matrices decay as in Megatron-LM. growth: m of the module's
+    docstring, by which muP multiplies their decay here; the factor of a group undoes that."""
     if not arguments.get("weight_decay"):
         return
     patterns: dict[str, None] = {}

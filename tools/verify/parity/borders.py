@@ -255,8 +255,8 @@ class BorderRecorder:
         self._recorded[recorded_key].values[stage_call.samples] = products.t().cpu()
 
     def border_values(self) -> Iterator[tuple[Border, BorderValues]]:
-        """Return the values of each border that has a tensor of its own, step by step; of one seen
-        by virtual ranks, of all."""
+        """Return the values of each border that has a tensor of its own, step by step. If each
+        virtual rank has a part of the sequence, the parts are joined; else the first one counts."""
         by_step: dict[tuple[Border, int], list[_Recorded]] = {}
         for (kind, border, step, _), recorded in self._recorded.items():
             by_step.setdefault(((kind, border), step), []).append(recorded)

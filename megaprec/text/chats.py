@@ -229,7 +229,8 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Mess
 
 
 def _list_of_messages(value: Any, field: str, where: str) -> list[Message]:
-    """Return the messages of a field. Raises UserError if it is no list of them."""
+    """Return the messages of a field. Raises UserError if it is no list of them, or if one has a
+    role that is not known or is marked not to count in the loss."""
     value = _unpacked(value)
     if not isinstance(value, list) or not value:
         reason = f"{field} is not a list of messages"

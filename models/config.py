@@ -183,7 +183,8 @@ class ModelConfig(ModelFields):
             )
 
     def _unused_keys(self) -> Iterator[Problem]:
-        """Yield keys that change nothing in this model, though they were given."""
+        """Yield keys that were given though they change nothing in this model, and an activation
+        with learned numbers, which experts do not have."""
         # The losses of a custom model are its own.
         if self.z_loss and self.factory:
             yield Problem.of("model.z_loss_factory", z_loss=self.z_loss, factory=self.factory)

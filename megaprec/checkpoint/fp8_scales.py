@@ -31,8 +31,7 @@ class ScaleAndHistory(NamedTuple):
 
 
 Scales = dict[int, ScaleAndHistory]
-"""Scales and histories of tensors, by their column in the bank, which holds those of all tensors of
-a pipeline stage (`megaprec.fp8.history`)."""
+"""Scales and histories of tensors, by their column in `FP8State.bank`."""
 
 
 def add_fp8(snapshot: Snapshot, state: FP8State, writes: bool) -> None:
@@ -63,8 +62,8 @@ def _add_tensor(snapshot: Snapshot, key: str, values: Tensor) -> None:
 
 
 def read_fp8(store: Store, state: FP8State) -> Scales:
-    """Return the scales and histories of this rank's tensors. Raises UserError if they are
-    damaged."""
+    """Return the scales and histories of this rank's tensors, as far as the checkpoint has them.
+    Raises UserError if they are damaged."""
     scales: Scales = {}
     for column, name in enumerate(state.names):
         if f"fp8/{name}.scale" not in store.index["tensors"]:
@@ -81,7 +80,7 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
                 scale_shape=[*scale.shape],
                 history_shape=[*history.shape],
             )
-        # of other replicas, the lowest scale and the largest amaxes are safe for every rank
+        # of another number of replicas, the lowest scale and the largest amaxes are safe for all
         scales[column] = ScaleAndHistory(
             scale=_local_row(scale, state.dp, torch.amin),
             history=_local_row(history, state.dp, torch.amax),

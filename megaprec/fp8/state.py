@@ -129,6 +129,7 @@ class FP8State:
         stage = tp
         dp: Axis | None = None  # delayed amaxes that are reduced over the stage differ nowhere
         if recipe is None or not recipe.scales.keeps_history:
+            # without a history no tensor has a delayed amax, and this axis is without effect
             dp = Axis.of(mesh, "dp")
         elif not recipe.reduce_amax:
             dp = Axis.replicas(mesh)

@@ -65,6 +65,8 @@ class FusedParts:
     query: [b, n, s, d] whose rows are at the positions of `runs`, one chunk after the other.
     scale: the factor of scores.
     sinks: [n] (`sink_attention.py`); None: without.
+
+    backward_inputs: an attribute, what `FusedPartsGradients` needs of the kernel's first call.
     """
 
     def __init__(

@@ -41,9 +41,10 @@ class RecurrentMixer(nn.Module, ABC):
     `_mix`         of a subclass: a convolution of some of these features, a recurrence, a gate
     output         over tp, back to the hidden features; a subclass makes it last
 
+    name: of the layer; the names of its tensors begin with it.
     stack: the matrices of the projection.
     convolved: those of them whose features pass the convolution over `kernel` tokens.
-    heads: of each of these.
+    heads: the number of heads of each of these, on all ranks.
     biased: the convolution has a bias.
 
     If sequences are cut over cp, what the convolution and the recurrence read is exchanged for
@@ -72,17 +73,18 @@ class RecurrentMixer(nn.Module, ABC):
         self.context = context
         self.name = name
         std = config.initial_std("qkv")
-        shares = [matrix.shards or context.tp.size for matrix in stack]
+        slice_counts = [matrix.shards or context.tp.size for matrix in stack]
         self.local_widths = [
-            matrix.rows // share for matrix, share in zip(stack, shares, strict=True)
+            matrix.rows // num_slices
+            for matrix, num_slices in zip(stack, slice_counts, strict=True)
         ]
         # the features, and the heads, that this rank of tp has of each matrix that is convolved
         self.convolved_widths: list[int] = []
         self.convolved_heads: list[int] = []
         for matrix, count in zip(convolved, heads, strict=True):
-            share = matrix.shards or context.tp.size
-            self.convolved_widths.append(matrix.rows // share)
-            self.convolved_heads.append(count // share)
+            num_slices = matrix.shards or context.tp.size
+            self.convolved_widths.append(matrix.rows // num_slices)
+            self.convolved_heads.append(count // num_slices)
         self.projection = ColumnParallelLinear(context, config.hidden, stack, bias=False, std=std)
         kernels = []
         biases = []

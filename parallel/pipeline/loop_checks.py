@@ -33,7 +33,7 @@ def require_arguments(
     ignore_index: int,
 ) -> None:
     """Raise UserError, naming all that are wrong, for arguments of `Pipeline` of a wrong type, or
-    without a meaning."""
+    without a meaning, and otherwise for an optimizer with canonical sums."""
     has_list = isinstance(stages, list | tuple | nn.ModuleList)
     has_modules = has_list and all(isinstance(stage, nn.Module) for stage in stages)
     # a class, such as nn.MSELoss, is callable too

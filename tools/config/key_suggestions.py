@@ -185,8 +185,9 @@ def _keys_of(table: str, known_keys: Collection[str]) -> list[str]:
 
 
 def _suggestion(table: str, name: str, known_keys: Collection[str]) -> str:
-    """Return a hint at the key that `name` means elsewhere, or why there is none; otherwise at the
-    most similar key, preferably of `table`.
+    """Return a hint at the known key that is called `name`, in any table; without one, at the
+    key that `name` means in other trainers, or why there is none; otherwise at the most similar
+    key, for a short word one of `table`. "" if nothing is similar.
     """
     first, _, _ = name.partition(".")
     # of keys with the same name the last counts: those of `table`

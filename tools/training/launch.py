@@ -2,7 +2,7 @@
 
 `launch_local` runs this program once per rank and waits. The ranks meet at a store that only this
 user reaches (`parallel.local_store`). When a rank fails, the others are stopped, and the caller's
-`Again` says how many ranks are started again; if none, its exit code is returned, and its reason,
+`again` says how many ranks are started again; if none, its exit code is returned, and its reason,
 stored by `note_failure`, is printed last. A signal to the launcher is passed on to the ranks, which
 may take their time to end; a second signal kills them. After a signal no rank is started.
 

@@ -218,8 +218,8 @@ def require_same_weights(
     """Raise UserError, on every rank, if the replicas of a model have different weights.
 
     axes: dp, over which every parameter, trained or frozen, is compared; tp, over which replicated
-    ones are. Experts on ranks of their own are not compared. verb: what the line says of ranks and
-    weights. Collective over the world.
+    ones are. Experts on ranks of their own are not compared. verb: what ranks do with different
+    weights, in the words of the error, such as "begin with". Collective over the world.
     """
     if ranks.world.size == 1:
         return

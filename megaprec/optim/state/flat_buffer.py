@@ -592,6 +592,7 @@ class Buffer:
         # this rank's slice is longer, and needs an all-reduce.
         only_local = self.shards.size == self.dp.size
         sent = self.grads
+        # loads (`holds_loads`) are counts of tokens, which are only summed
         if self.reduction.average and not self.holds_loads:
             sent.div_(self.dp.size)
         # a copy only if gradients travel in another dtype than they are accumulated in

@@ -129,8 +129,9 @@ class MemoryModel:
         return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
 
     def kept_by_layer(self, config: RunConfig) -> int:
-        """Return the bytes that a layer such as the last one keeps of a micro-batch; 0 for layouts
-        of which `least_layers_in_flight` knows nothing."""
+        """Return the bytes that one more layer such as the last one keeps of a micro-batch; 0 for
+        layouts of which `least_layers_in_flight` knows nothing, and for models of at most
+        FEW_LAYERS layers."""
         if not least_layers_in_flight(config) or config.model.layers <= FEW_LAYERS:
             return 0
         _, of_layer = _bytes_of_layer(config, self._with_fewest_experts(config), layers=1)
@@ -152,7 +153,7 @@ class MemoryModel:
 
     def least_activations(self, config: RunConfig) -> int:
         """Return the bytes of activations that the second of the pipeline ranks needs at least, by
-        what one layer keeps when it is run."""
+        what one layer keeps when it is run; 0 where `kept_by_layer` is 0."""
         layers = least_layers_in_flight(config)
         last = config.model.layers - 1
         if not layers or last < FEW_LAYERS:

@@ -85,8 +85,8 @@ def nearest_family(config: Json) -> Nearest | None:
 
 
 def _beside(stated: Json, name: str) -> Nearest | None:
-    """Return a family beside what a config.json states; None if the file has not its number of
-    layers."""
+    """Return how the family `name` differs from what a config.json states; None if the file has not
+    its number of layers, or if two of its keys contradict each other."""
     family = FAMILIES[name]
     foreign = dict[str, None]()  # a set that keeps the order
     keys = _keys_of(stated, name, foreign)

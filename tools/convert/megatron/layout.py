@@ -52,7 +52,11 @@ def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int
 
 
 def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -> tuple[int, ...]:
-    """Return the shape of what each rank has. UserError if the tensor cannot be cut evenly."""
+    """Return the shape of what each rank has of a tensor of this shape. UserError if the tensor
+    cannot be cut evenly.
+
+    padded: rows of the padded vocabulary.
+    """
     rows, *others = shape
     columns = others[0] if others else 0
     # What must be a multiple of the ranks; a vocabulary is padded to one.

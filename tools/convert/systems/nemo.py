@@ -110,7 +110,7 @@ def open_nemo(checkpoint: Path, vocab: int | None = None) -> Source:
 
 def _check_complete(checkpoint: Path, folder: Path) -> None:
     """Raise UserError if the checkpoint was not saved or fetched whole, or holds an adapter
-    alone."""
+    alone. folder: of its weights."""
     absolute = checkpoint.absolute()
     mark = absolute.with_name(f"{absolute.name}{UNFINISHED}")
     if mark.exists():

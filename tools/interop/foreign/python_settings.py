@@ -48,7 +48,8 @@ BY_NAME = {
 
 
 class Gatherer:
-    """One pass over the values of a file. calls: all of it. names: what it assigns, or its tree."""
+    """One pass over the values of a file. calls: all its calls. names: what it assigns, or its
+    tree."""
 
     def __init__(self, calls: Iterable[Call], names: PlainDict, findings: Findings) -> None:
         self.calls = [*calls]
@@ -80,8 +81,8 @@ class Gatherer:
     # calls
 
     def _call(self, call: Call) -> None:
-        """Read a call of a class or function of a system; refuse one of its name that comes from
-        another package."""
+        """Read a call of a class or function of a system. One of the same name from another package
+        is refused if the system's is `strict` (see `Maker`), and otherwise passed over."""
         last = call.function.last
         maker, elsewhere = maker_of(call.function)
         usual_maker = next(iter(MAKERS.get(last, ())), None)

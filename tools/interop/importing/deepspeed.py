@@ -167,8 +167,8 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
 
 
 def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
-    """Return why the value of a leaf that is read is refused; "" if it is not. "auto" is one that a
-    program fills in, or a key beside the file."""
+    """Return why the value of a leaf that is read is refused; "" if it is not. "auto" is refused
+    unless a program fills it in or the user gives the key beside the file."""
     keys = READ[path]
     if value == "auto":
         if draft.fills_auto or any(key in draft.settled for key in keys):

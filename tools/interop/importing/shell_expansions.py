@@ -62,8 +62,8 @@ class Expander:
             values[name] = f"{before or ''}{value}"
 
     def _assigned_text(self, name: str, text: str, place: str) -> str:
-        """Return the text that an assignment gives a variable; a hole that asks for the variable if
-        it cannot be asked for what is not known in it."""
+        """Return the text that an assignment gives a variable. If it is one word with a part that
+        is not known and has no name to ask for, it is one hole, which asks for the variable."""
         written = self.text(text, place)
         value = self._without_placeholders(name, written)
         if self._is_asked_by_name(value):

@@ -336,7 +336,8 @@ def _read_trainer(path: Path, data: SettingsTree, sources: Sources) -> None:
 
 
 def _read_renamed(path: Path, data: SettingsTree, sources: Sources) -> None:
-    """Read settings under names of their own, with a dot those within a table."""
+    """Read the settings of a system that has Megatron-LM's arguments under names of its own, into
+    `sources.renamed`. Raises UserError if a setting has two values."""
     sources.names.append(path.name)
     sources.renamed_files.append(path)
     with_tables = sources.system == OF_NEMO

@@ -248,7 +248,11 @@ def _difference_fields(
     difference: Difference, factors: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """Return a difference for JSON. Infinite errors are of values that must be equal and are
-    not."""
+    not.
+
+    factors: by which a fault of the layout may multiply gradients, by name; the ratio is then
+        described by those that it is near. None: it is not described.
+    """
     fields: dict[str, Any] = {
         "quantity": difference.quantity,
         "name": difference.name,

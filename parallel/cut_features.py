@@ -31,6 +31,8 @@ JOIN_AND_SPLIT = (
 # the stride of the cut dimension of a probe, by which it is found again after an operation
 MOVED_STRIDE = 1 << 40
 
+FIRST_ARGUMENTS = ("input", "tensors")  # names of the first one of most functions of torch
+
 # The reasons that several rules have for a refusal. Ranks "share" features of which each has some.
 COMBINES = "combines the features that ranks share with each other"
 SUMS = "sums over the features that ranks share"
@@ -103,7 +105,7 @@ class CutTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
-            return _follow(CutCall(func, tuple(args), dict(kwargs or {})))
+            return _follow(CutCall.of(func, args, kwargs or {}))
 
 
 def mark_cut(x: Tensor, cut: TensorCut) -> CutTensor:
@@ -131,6 +133,18 @@ class CutCall:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> "CutCall":
+        """Return the call of a function, with its first argument by position: the rules look for it
+        there."""
+        named = dict(kwargs)
+        for name in FIRST_ARGUMENTS:
+            if not args and name in named:
+                args = (named.pop(name),)
+        return cls(func, tuple(args), named)
 
     @property
     def name(self) -> str:

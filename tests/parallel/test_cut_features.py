@@ -92,6 +92,12 @@ OF_FEATURES: dict[str, Function] = {
     "everything": lambda x: x.flatten(),
     "features first": lambda x: x.transpose(1, 2).flatten(1),
     "shuffled": lambda x: x.view(LENGTH, BATCH, -1, SIZE).transpose(2, 3).flatten(2),
+    "flattened by name": lambda x: torch.flatten(input=x, start_dim=0, end_dim=1),
+    "transposed by name": lambda x: torch.transpose(input=x, dim0=0, dim1=2),
+    "softmax by name": lambda x: torch.softmax(input=x, dim=1),
+    "mean by name": lambda x: torch.mean(input=x, dim=0),
+    "joined by name": lambda x: torch.cat(tensors=(x, x), dim=0),
+    "stacked by name": lambda x: torch.stack(tensors=(x, -x), dim=1),
     "mixed tokens": lambda x: torch.ones(2, LENGTH, dtype=x.dtype) @ x.transpose(0, 1),
 }
 OF_HEADS: dict[str, Function] = {
@@ -119,6 +125,8 @@ OF_HEADS: dict[str, Function] = {
     "groups": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).reshape(BATCH, -1, LENGTH, SIZE),
     "groups by repeats": lambda x: x.repeat_interleave(3, dim=1),
     "norm": lambda x: F.rms_norm(x, (SIZE,), eps=1e-5),
+    "norm by name": lambda x: F.rms_norm(input=x, normalized_shape=(SIZE,), eps=1e-5),
+    "linear by name": lambda x: F.linear(input=x, weight=torch.ones(3, SIZE, dtype=x.dtype)),
     "mean of head": lambda x: x - x.mean(-1, keepdim=True),
     "lower": lambda x: (x @ x.mT).tril(),
 }
@@ -178,6 +186,9 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
     "squares": lambda x: x @ x.transpose(-1, -2),
     "outer": lambda x: x.unsqueeze(-1) * x.unsqueeze(-2),
     "linear": lambda x: F.linear(x, torch.ones(2, HEADS * SIZE // RANKS, dtype=x.dtype)),
+    "linear by name": lambda x: F.linear(
+        input=x, weight=torch.ones(2, HEADS * SIZE // RANKS, dtype=x.dtype)
+    ),
     "einsum": lambda x: torch.einsum("sbf,sbf->sb", x, x),
     "mask of other heads": masked_by_other_heads,
     "attention over features": lambda x: F.scaled_dot_product_attention(x, x, x),

@@ -2,6 +2,7 @@
 a bad batch, memory that is overwritten; and a run without a spike says so."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.spikes import (
     write_spiky_run,
 )
 from tools import cli
+from tools.verify.replay import spike_replay
 
 SAVED = 40  # the step of the clean checkpoint from which planted runs go on
 STEPS = 51
@@ -258,3 +260,20 @@ def test_of_a_step_whose_samples_are_in_pieces_the_samples_are_named(
         for sample in named:
             assert sample["id"] - first == sample["position"] // 2
             assert sample["documents"][0]["number"] == sample["id"]
+
+
+@pytest.mark.parametrize(
+    ("repeated", "recorded", "is_other"),
+    [
+        (1.001, 1.0, False),
+        (1.2, 1.0, True),
+        (math.nan, 1.0, True),
+        (1.0, math.inf, True),
+        (math.nan, math.nan, False),  # as the loss of a step without a token that counts
+        (math.inf, math.nan, False),
+    ],
+)
+def test_a_step_departs_from_its_record_where_only_one_is_finite_or_both_are_apart(
+    repeated: float, recorded: float, is_other: bool
+) -> None:
+    assert spike_replay._is_other(repeated, recorded, 0.02) == is_other

@@ -106,3 +106,5 @@ def test_values_are_the_same_if_nan_is_where_the_other_has_it() -> None:
         assert not same_values(one, other) and not same_values(other, one)
     codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     assert same_values(codes, codes.clone()) and not same_values(codes, codes[:1].expand(2))
+    damaged = torch.tensor([torch.nan, 2.0]).to(torch.float8_e4m3fn)
+    assert same_values(damaged, damaged.clone()) and not same_values(damaged, codes)

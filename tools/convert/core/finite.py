@@ -55,14 +55,16 @@ class NotFinite:
 
 def same_values(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors have one dtype and the same numbers, NaN where the other has NaN:
-    copies of a damaged tensor are copies. In FP8 a NaN equals nothing."""
+    copies of a damaged tensor are copies."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     if torch.equal(first, second):
         return True
-    # Integers have no NaN, and of FP8 torch compares only whole tensors.
-    if not first.is_floating_point() or first.dtype.itemsize == 1:
-        return False
+    if not first.is_floating_point():
+        return False  # integers have no NaN
+    if first.dtype.itemsize == 1:
+        # of FP8 torch compares only whole tensors: here the bits are, of NaNs too
+        return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
     both_nan = first.isnan() & second.isnan()
     return bool(((first == second) | both_nan).all())
 

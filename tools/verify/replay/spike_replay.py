@@ -268,14 +268,19 @@ def _catch_up(
 
 
 def _departs(report: StepReport, record: Mapping[str, Any]) -> bool:
-    """Return True if a repeated step's loss or norm is further from the recorded one than rounding
-    explains. If a recorded one is not finite, return True if the repeated norm is finite."""
+    """Return True if the loss or the norm of a repeated step is not that of its record."""
     loss = float(record["loss"])
     norm = float(record["grad_norm"])
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        return math.isfinite(report.grad_norm)
-    by_loss = abs(report.loss - loss) > LOSS_DEPARTURE * abs(loss)
-    return by_loss or abs(report.grad_norm - norm) > NORM_DEPARTURE * norm
+    by_loss = _is_other(report.loss, loss, LOSS_DEPARTURE)
+    return by_loss or _is_other(report.grad_norm, norm, NORM_DEPARTURE)
+
+
+def _is_other(repeated: float, recorded: float, departure: float) -> bool:
+    """Return True if one of two numbers is finite and the other is not, or if they are further
+    apart than rounding explains. departure: the relative difference that it does not explain."""
+    if math.isfinite(repeated) and math.isfinite(recorded):
+        return abs(repeated - recorded) > departure * abs(recorded)
+    return math.isfinite(repeated) != math.isfinite(recorded)
 
 
 def _loss_scale(run: SavedRun, spike: RecordedSpike) -> float:

@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import FLOOR, LossScale
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import LARGEST_MARGIN, FP8Recipe
 from megaprec.precision.plan import LossScaling
 
 TABLE = "v1"
@@ -80,7 +80,7 @@ class Nemo1(Keys):
     fp8: bool = False
     fp8_e4m3: bool = False
     fp8_hybrid: bool = False
-    fp8_margin: int = 0
+    fp8_margin: int = Field(default=0, ge=-LARGEST_MARGIN, le=LARGEST_MARGIN)
     fp8_interval: Literal[1] = 1
     fp8_amax_history_len: int = Field(default=1024, ge=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
@@ -135,6 +135,12 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     if dtype != torch.float16:
         why = "without FP16, which alone has a loss scale"
         notes = reading.idle_note(config, SCALE_KEYS, why, TABLE)
+    if not config.fp8:
+        # fp8_hybrid and fp8_e4m3 name the format that fp8 would have
+        notes += reading.idle_note(config, FP8_KEYS, "without fp8", TABLE)
+    elif config.fp8_amax_compute_algo == "most_recent":
+        why = 'with fp8_amax_compute_algo = "most_recent"'
+        notes += reading.idle_note(config, ("fp8_amax_history_len",), why, TABLE)
     return reading.resolved(decisions, settings, notes)
 
 

@@ -197,7 +197,7 @@ def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None 
     sources: full dotted key -> where it was set: a file or the command line.
     """
     reading = Reading(SYSTEM, PREFIX, sources)
-    tables = reading.read(Config, config or {})
+    tables = reading.read(Config, config)
     if tables.plugin is not None:
         return _resolve_with_plugin(reading, tables)
     _refuse_stub(reading, tables)

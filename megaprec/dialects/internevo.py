@@ -106,7 +106,7 @@ def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None 
     sources: full dotted key -> where it was set: a file or the command line.
     """
     reading = Reading(SYSTEM, PREFIX, sources)
-    model = reading.read(Model, config or {})
+    model = reading.read(Model, config)
     scaling = _scaling(reading, model)
     settings = _settings(reading, model)
     for key, run_file_key in DEFAULTED.items():
@@ -149,8 +149,8 @@ DEFAULTED = {
 
 def _read_scaler(reading: Reading, model: Model) -> tuple[InternEvoGradScaler, Fp16]:
     """Return the tables `grad_scaler` and `grad_scaler.fp16`."""
-    scaler = reading.read(InternEvoGradScaler, model.grad_scaler or {}, "grad_scaler")
-    fp16 = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    scaler = reading.read(InternEvoGradScaler, model.grad_scaler, "grad_scaler")
+    fp16 = reading.read(Fp16, scaler.fp16, "grad_scaler.fp16")
     return scaler, fp16
 
 

@@ -36,7 +36,7 @@ from megaprec.dialects.reading import (
 )
 from megaprec.dialects.scaling import LossScale
 from megaprec.errors import did_you_mean
-from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import LARGEST_MARGIN, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 
 SYSTEM = "NeMo"
@@ -122,7 +122,7 @@ class MegatronMixedPrecision(Keys):
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
     num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
-    fp8_margin: int = 0
+    fp8_margin: int = Field(default=0, ge=-LARGEST_MARGIN, le=LARGEST_MARGIN)
     fp8_amax_history_len: int = Field(default=1, ge=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
     fp8_wgrad: bool = True
@@ -244,7 +244,7 @@ def resolve(
     sources: full dotted key -> where it was set: a file or the command line.
     """
     reading = Reading(SYSTEM, PREFIX, sources)
-    set_fields = reading.read(MegatronMixedPrecision, config or {})
+    set_fields = reading.read(MegatronMixedPrecision, config)
     if set_fields.v1 is not None:
         for key in sorted(set_fields.model_fields_set - {"v1"}):
             reading.refuse(
@@ -540,10 +540,24 @@ def _idle_notes(
     if (plugin.fp8 or plugin.fp4) and not plugin.first_last_layers_bf16:
         counts = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         notes += reading.idle_note(plugin, counts, "without first_last_layers_bf16")
+    if plugin.fp8:
+        notes += _idle_history(reading, plugin)
     if plugin.fp4 is None:
         keys = ("fp4_recipe", "fp4_param", "fp4_param_gather")
         notes += reading.idle_note(plugin, keys, "without fp4")
     return notes
+
+
+def _idle_history(reading: Reading, plugin: MegatronMixedPrecision) -> tuple[str, ...]:
+    """Return a note on keys of the amax history that are set and change nothing."""
+    if plugin.fp8_recipe != "delayed":
+        keys = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+        why = f'with fp8_recipe = "{plugin.fp8_recipe}": only delayed scales have a history'
+        return reading.idle_note(plugin, keys, why)
+    if plugin.fp8_amax_compute_algo == "most_recent":
+        why = 'with fp8_amax_compute_algo = "most_recent"'
+        return reading.idle_note(plugin, ("fp8_amax_history_len",), why)
+    return ()
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import FLOOR, LossScale
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import LARGEST_MARGIN, FP8Recipe
 from megaprec.precision.plan import LossScaling
 
 TABLE = "v1"
@@ -80,7 +80,7 @@ class Nemo1(Keys):
     fp8: bool = False
     fp8_e4m3: bool = False
     fp8_hybrid: bool = False
-    fp8_margin: int = 0
+    fp8_margin: int = Field(default=0, ge=-LARGEST_MARGIN, le=LARGEST_MARGIN)
     fp8_interval: Literal[1] = 1
     fp8_amax_history_len: int = Field(default=1024, ge=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
@@ -131,11 +131,23 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "optimizer.clip": _decided_by(reading, max(clip, 0.0), "gradient_clip_val"),
         "parallel.zero": _decided_by(reading, config.optim_name in DISTRIBUTED, "optim_name"),
     }
+    return reading.resolved(decisions, settings, _idle_notes(reading, config, dtype))
+
+
+def _idle_notes(reading: Reading, config: Nemo1, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return notes on keys that are set and change nothing beside the others."""
     notes: tuple[str, ...] = ()
     if dtype != torch.float16:
         why = "without FP16, which alone has a loss scale"
         notes = reading.idle_note(config, SCALE_KEYS, why, TABLE)
-    return reading.resolved(decisions, settings, notes)
+    if not config.fp8:
+        # files say the format of FP8 where it is off too
+        keys = [key for key in FP8_KEYS if key not in ("fp8_hybrid", "fp8_e4m3")]
+        notes += reading.idle_note(config, keys, "without fp8", TABLE)
+    elif config.fp8_amax_compute_algo == "most_recent":
+        why = 'with fp8_amax_compute_algo = "most_recent"'
+        notes += reading.idle_note(config, ("fp8_amax_history_len",), why, TABLE)
+    return notes
 
 
 def _accumulation(reading: Reading, config: Nemo1, reduce: torch.dtype) -> dict[str, Decision]:

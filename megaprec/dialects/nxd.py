@@ -97,9 +97,9 @@ def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None 
     sources: full dotted key -> where it was set: a file or the command line. Raises UserError.
     """
     reading = Reading(SYSTEM, PREFIX, sources)
-    precision = reading.read(MixedPrecisionConfig, config or {})
-    optimizer = reading.read(OptimizerConfig, precision.optimizer_config or {}, "optimizer_config")
-    environment = reading.read(Environment, precision.environment or {}, "environment")
+    precision = reading.read(MixedPrecisionConfig, config)
+    optimizer = reading.read(OptimizerConfig, precision.optimizer_config, "optimizer_config")
+    environment = reading.read(Environment, precision.environment, "environment")
     zero = optimizer.zero_one_enabled  # on which the defaults of mixed precision depend
     has_masters = _is_on(precision, MASTERS, zero)
     accumulates = _is_on(precision, ACCUMULATE, zero)

@@ -174,13 +174,16 @@ class Reading:
         recorded, and the key left out.
 
         A key of the class whose value is UNKNOWN is recorded in `unknown_keys`, and left out too.
-        table: dotted key of the table below the prefix; empty for the whole configuration.
+        values: None is a table that is not there, which has no keys. table: dotted key of the table
+        below the prefix; empty for the whole configuration.
         """
         if isinstance(values, table_class):
             # made in Python, where its constructor has checked it
             self.set_keys |= {self._full_key(table, name) for name in values.model_fields_set}
             return values
-        if not isinstance(values, Mapping):
+        if values is None:
+            values = {}
+        elif not isinstance(values, Mapping):
             self.refuse(table, values, "must be a table of keys")
             values = {}
         known: dict[str, Any] = {}  # what pydantic is to check
@@ -304,4 +307,6 @@ def _format_value(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_value, value))}]"
     return str(value)

@@ -52,7 +52,7 @@ from megaprec.dialects.scaling import (
     torch_scaling,
 )
 from megaprec.errors import did_you_mean
-from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import LARGEST_MARGIN, FP8Recipe, Kind
 from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM = "SageMaker SMP"
@@ -111,6 +111,20 @@ def _scale_algo(value: object) -> object:
     raise ValueError("must be a function of amax, scale, fp8_max and recipe that returns a scale")
 
 
+def _wide_products(value: object) -> object:
+    """Return which products are not in FP8: of the forward pass, input gradients and weight
+    gradients. Transformer Engine allows the last alone."""
+    flags = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
+        raise ValueError(
+            "must be three of true and false: whether the products of the forward pass, input "
+            "gradients and weight gradients are not in FP8"
+        )
+    if flags[0] or flags[1]:
+        raise ValueError("only the last, of weight gradients, may be true in Transformer Engine")
+    return flags
+
+
 def _group(value: object) -> object:
     """Return "world" for a process group of all ranks or a name of it; any other value as it is.
     Raises ValueError for a group of some ranks."""
@@ -132,7 +146,7 @@ class DelayedScaling(Keys):
     older releases, 1."""
 
     recipe: Literal["DelayedScaling"] = "DelayedScaling"
-    margin: int = 0
+    margin: int = Field(default=0, ge=-LARGEST_MARGIN, le=LARGEST_MARGIN)
     interval: Literal[1] = 1
     fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
     amax_history_len: int = Field(default=1024, ge=1)
@@ -141,9 +155,9 @@ class DelayedScaling(Keys):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    override_linear_precision: tuple[Literal[False], Literal[False], bool] = Field(
-        default=(False, False, False), strict=False
-    )
+    override_linear_precision: Annotated[
+        tuple[bool, bool, bool], BeforeValidator(_wide_products)
+    ] = (False, False, False)
 
 
 class Float8CurrentScaling(Keys):
@@ -243,7 +257,7 @@ def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None 
     sources: full dotted key -> where it was set: a file or the command line.
     """
     reading = Reading(SYSTEM, PREFIX, sources)
-    tables = reading.read(Smp, config or {})
+    tables = reading.read(Smp, config)
     if tables.mixed_precision is not None and tables.mp_policy is not None:
         reading.refuse(
             "mp_policy", "{...}", "mixed_precision is there too: FSDP1 and FSDP2 exclude each other"
@@ -277,7 +291,7 @@ def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None 
 def _mixed_precision(reading: Reading, tables: Smp) -> dict[str, Decision]:
     """Return the decisions of FSDP1's policy."""
     table = "mixed_precision"
-    policy = reading.read(MixedPrecision, tables.mixed_precision or {}, table)
+    policy = reading.read(MixedPrecision, tables.mixed_precision, table)
     decisions = _common(reading, table, policy.param_dtype, policy.reduce_dtype)
     reduce: torch.dtype = decisions["reduce"].value
     # gradients that are reduced in FP32 are kept in FP32 anyway
@@ -344,14 +358,17 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     and notes."""
     arguments = reading.read(Fp8Autocast, values, "fp8_autocast")
     table = "fp8_autocast.fp8_recipe"
-    recipe_values = arguments.fp8_recipe or {}
+    recipe_values = {} if arguments.fp8_recipe is None else arguments.fp8_recipe
     if isinstance(recipe_values, str):
         recipe_values = {"recipe": recipe_values}
     # a table names its class, an instance is of it
     if isinstance(recipe_values, Mapping):
         name = recipe_values.get("recipe", "DelayedScaling")
-    else:
+    elif isinstance(recipe_values, tuple(RECIPES.values())):
         name = type(recipe_values).__name__
+    else:
+        reading.refuse(table, recipe_values, "must be a table of keys, or the name of a recipe")
+        return reading.always(None), ()
     if name not in RECIPES:
         hint = did_you_mean(str(name), RECIPES)
         why = f"no such recipe; there are {', '.join(RECIPES)}{hint}"
@@ -362,12 +379,33 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     if arguments.enabled or arguments.calibrating:
         # calibration alone records amaxes, as with `enabled` off in Transformer Engine
         recipe = _recipe(name, dict(recipe_keys), calibrating=not arguments.enabled)
-    notes: tuple[str, ...] = ()
-    if isinstance(recipe_keys, MXFP8BlockScaling) and recipe_keys.margin:
-        notes = (f"{table}.margin = {recipe_keys.margin} of {name}: {NO_MARGIN}",)
+    notes = _idle_notes(reading, arguments, recipe_keys, table)
     keys = [f"fp8_autocast.{key}" for key in ("enabled", "calibrating", "fp8_recipe")]
     keys += [f"{table}.{key}" for key in RECIPES[name].model_fields]
     return reading.decided_by(recipe, *keys), notes
+
+
+def _idle_notes(
+    reading: Reading, arguments: Fp8Autocast, recipe_keys: Keys, table: str
+) -> tuple[str, ...]:
+    """Return notes on keys of FP8 that are set and change nothing beside the others.
+
+    table: of `recipe_keys`.
+    """
+    if not arguments.enabled and not arguments.calibrating:
+        keys = type(recipe_keys).model_fields
+        return reading.idle_note(recipe_keys, keys, "with fp8_autocast.enabled = false", table)
+    notes: tuple[str, ...] = ()
+    if arguments.enabled:
+        why = "with enabled = true: products in FP8 record their amaxes anyway"
+        notes += reading.idle_note(arguments, ("calibrating",), why, "fp8_autocast")
+    if isinstance(recipe_keys, MXFP8BlockScaling) and recipe_keys.margin:
+        name = type(recipe_keys).__name__
+        notes += (f"{table}.margin = {recipe_keys.margin} of {name}: {NO_MARGIN}",)
+    if isinstance(recipe_keys, DelayedScaling) and recipe_keys.amax_compute_algo == "most_recent":
+        why = 'with amax_compute_algo = "most_recent"'
+        notes += reading.idle_note(recipe_keys, ("amax_history_len",), why, table)
+    return notes
 
 
 def _recipe(name: str, keys: Mapping[str, Any], calibrating: bool) -> FP8Recipe:

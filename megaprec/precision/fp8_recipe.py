@@ -19,6 +19,9 @@ from megaprec.kinds import wrong_kinds
 Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx", "nvfp4"]
 Backend = Literal["torch", "transformer_engine"]
 ALL = 0  # rows or columns of a block: all of them
+LARGEST_MARGIN = 32
+"""Of either sign. E5M2, the wider format, has 32 powers of two: scales that are farther from those
+that an amax requires round all of a tensor to zero, or to its largest number."""
 
 
 class ScaleKind(NamedTuple):
@@ -118,7 +121,7 @@ class FP8Recipe:
         `mx`, whose scales of few elements leave range enough, and "hybrid" for the others, as in
         Transformer Engine. NVFP4 has one format, E2M1.
     margin: delayed scales are 2**margin lower than the amax requires, which leaves room for the
-        amax to grow.
+        amax to grow. At most LARGEST_MARGIN, of either sign.
     history_length: number of past amaxes that determine a delayed scale.
     amax_algo: which amax of the history determines the scale, or a function from the histories of n
         tensors [length, n], the newest last, to amaxes [n].
@@ -202,6 +205,8 @@ class FP8Recipe:
         if self.history_length < 1:
             yield Problem.of("fp8.history_length", history_length=self.history_length)
         if self.scales.keeps_history:
+            if abs(self.margin) > LARGEST_MARGIN:
+                yield Problem.of("fp8.margin_range", margin=self.margin, largest=LARGEST_MARGIN)
             return
         # scales of other kinds take nothing from earlier steps
         if self.margin:

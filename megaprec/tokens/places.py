@@ -17,7 +17,8 @@ from megaprec.url_secrets import without_user_of
 
 STANDARD_LIBRARY = "python"  # the source of Python's own library, which every machine has
 WEB = ("http://", "https://")  # kinds of URLs in which what stands behind a ? names no file
-URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+# also a chain of them, such as simplecache::s3://bucket/x
+URL = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 MOST_SHOWN = 200  # characters of what a library says

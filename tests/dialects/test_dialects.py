@@ -340,6 +340,37 @@ def test_every_field_has_an_origin(system: str) -> None:
                 r'.*fp8_recipe.recipe = "DelayedScale": no such recipe; there are .*; did you mean DelayedScaling\? .*'
             ],
         ),
+        *[
+            (
+                "smp",
+                {"fp8_autocast": {"fp8_recipe": value}},
+                [rf".*fp8_recipe = {said}: must be a table .*"],
+            )
+            for value, said in ((3, "3"), ([], r"\[\]"), (False, "false"))
+        ],
+        *[
+            (
+                "smp",
+                {"fp8_autocast": {"fp8_recipe": {"override_linear_precision": value}}},
+                [rf".*override_linear_precision = {said} .*"],
+            )
+            for value, said in (
+                (
+                    [True, False, True],
+                    r"\[true, false, true\]: only the last, of weight gradients,",
+                ),
+                ([False, True], r"\[false, true\]: must be three of true and false:"),
+                (True, "true: must be three of true and false:"),
+            )
+        ],
+        *[
+            (system, config, [r".*margin = -?33: must be .*-?32 .*"])
+            for system, config in (
+                ("smp", {"fp8_autocast": {"fp8_recipe": {"margin": 33}}}),
+                ("nemo", {**FP8, "fp8_margin": -33}),
+                ("nemo", {"v1": {"precision": "bf16", "fp8_margin": 33}}),
+            )
+        ],
         (
             "smp",
             {"fp8_autocast": {"fp8_recipe": {"fp8_format": "E5M2", "amax_history_len": 0}}},
@@ -550,6 +581,36 @@ def test_functions_of_the_systems_take_the_arguments_that_users_give_them() -> N
     assert resolve(
         "nemo", nemo.bf16_with_fp8_mixed(fp8_margin=2, fp8_params=False)
     ).plan.fp8 == FP8Recipe(margin=2, reduce_over="stage")
+
+
+@pytest.mark.parametrize("wrong", [[], "", False, 0])
+@pytest.mark.parametrize(
+    ("system", "key"),
+    [
+        *[(system, "") for system in DIALECTS],
+        ("smp", "mixed_precision"),
+        ("smp", "mp_policy"),
+        ("smp", "grad_scaler"),
+        ("smp", "fp8_autocast"),
+        ("nxd", "optimizer_config"),
+        ("nxd", "environment"),
+        ("internevo", "grad_scaler"),
+        ("internevo", "grad_scaler.fp16"),
+        ("internevo", "parallel"),
+        ("colossalai", "fp16"),
+    ],
+)
+def test_what_stands_in_place_of_a_table_is_refused_though_it_is_empty(
+    system: str, key: str, wrong: Any
+) -> None:
+    config = wrong
+    for name in reversed(key.split(".") if key else []):
+        config = {name: config}
+    with pytest.raises(UserError) as caught:
+        resolve(system, config)
+    place = f"{DIALECTS[system].PREFIX}.{key}".rstrip(".")
+    assert f"{place} = " in caught.value.problems[0]
+    assert "must be a table of keys" in caught.value.problems[0]
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "mxfp8", "blockwise"])

@@ -777,6 +777,12 @@ IDLE = [
     ("nemo", {**FP8, "fp8_recipe": "tensorwise"}, "num_layers_at_end_in_bf16", 2),
     ("nemo", BF16_MIXED, "fp4_recipe", "mxfp4"),
     ("nemo", V1, "v1.native_amp_init_scale", 4.0),
+    ("nemo", V1, "v1.fp8_amax_history_len", 16),
+    *[
+        ("smp", {"fp8_autocast": {"enabled": False}}, f"fp8_autocast.fp8_recipe.{key}", value)
+        for key, value in (("margin", 2), ("amax_history_len", 16), ("reduce_amax", False))
+    ],
+    ("smp", {"fp8_autocast": {}}, "fp8_autocast.calibrating", True),
     (
         "colossalai",
         {"plugin": {"kind": "HybridParallelPlugin", "precision": "bf16"}},
@@ -810,6 +816,38 @@ def test_a_key_that_changes_nothing_beside_the_others_is_noted_by_name(
     assert not [*differences(before.plan, after.plan)] and said(before) == said(after)
     (note,) = set(after.notes) - set(before.notes)
     assert key.removeprefix("v1.").rpartition(".")[2] in note and "changes nothing" in note
+
+
+@pytest.mark.parametrize(
+    ("system", "config", "key"),
+    [
+        ("nemo", {**FP8, "fp8_recipe": "mxfp8"}, "fp8_amax_history_len"),
+        ("nemo", {**FP8, "fp8_amax_compute_algo": "most_recent"}, "fp8_amax_history_len"),
+        (
+            "nemo",
+            {
+                "v1": {
+                    **V1["v1"],
+                    "fp8": True,
+                    "fp8_e4m3": True,
+                    "fp8_amax_compute_algo": "most_recent",
+                }
+            },
+            "v1.fp8_amax_history_len",
+        ),
+        (
+            "smp",
+            {"fp8_autocast": {"fp8_recipe": {"amax_compute_algo": "most_recent"}}},
+            "fp8_autocast.fp8_recipe.amax_history_len",
+        ),
+    ],
+)
+def test_a_history_that_no_scale_looks_back_on_is_noted(
+    system: str, config: dict[str, Any], key: str
+) -> None:
+    (note,) = DIALECTS[system].resolve(with_key(config, key, 16)).notes
+    assert key.removeprefix("v1.") in note and "changes nothing" in note
+    assert not DIALECTS[system].resolve(config).notes
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ TABLE: tuple[Expected, ...] = (
             FP32,
             fp8=FP8Recipe(format="e4m3", history_length=16, amax_algo="most_recent"),
         ),
-        quiet=True,
+        notes=("amax_history_len",),
     ),
     # All six fields in order; keep_low_precision_grads with reductions in the dtype of the weights.
     Expected(

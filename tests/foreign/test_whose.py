@@ -36,6 +36,26 @@ FILES = {
     "llama3_8b.toml": ("torchtitan", "[job]\nx = 1\n[model]\nflavor = '8B'\n[training]\nsteps = 10\n"),
     "pythia.yaml": ("litgpt", "model_name: pythia-14m\nprecision: bf16-mixed\ntrain:\n  max_tokens: 100\n"),
     "lora.yml": ("Axolotl", "base_model: llama\ndatasets: []\nmodel_type: LlamaForCausalLM\nbf16: auto\n"),
+    "pretraining.yml": ("Axolotl", "base_model: llama\npretraining_dataset:\n  - path: c4\nmax_steps: 5\n"),
+    "dpo.yml": ("Axolotl", "base_model: llama\nrl: dpo\nval_set_size: 0\nmax_steps: 5\n"),
+    "axolotl.py": ("Axolotl", "from axolotl.cli.train import do_train\ncfg = dict(base_model='llama')\n"),
+    "hyperpod.yaml": (
+        "HyperPod",
+        ("run:\n  name: sft\n  model_type: llm_finetuning_aws\ntrainer:\n  devices: 8\n"
+            "training_config:\n  training_args:\n    max_epochs: 3\n"),
+    ),
+    "launcher.yaml": ("HyperPod", "cluster_type: slurm\nbase_results_dir: results\nrecipes: llama\n"),
+    "recipe.py": (
+        "NeMo 2",
+        ("from nemo.collections import llm\n\ndef mine():\n"
+            "    return llm.llama3_8b.pretrain_recipe(num_nodes=1)\n"),
+    ),
+    "lightning.py": ("NeMo 2", "from nemo import lightning as nl\ntrainer = nl.Trainer(devices=8)\nmodel = None\n"),
+    "nemorun.py": ("NeMo 2", "import nemo_run as run\nrun.run(recipe())\n"),
+    "bridge.py": (
+        "Megatron-Bridge",
+        "from megatron.bridge.recipes.llama import llama3_8b\ncfg = llama3_8b()\ncfg.train.train_iters = 5\n",
+    ),
     "sft.yaml": ("LLaMA-Factory", "model_name_or_path: llama\nstage: sft\nfinetuning_type: lora\n"),
     "neox.yml": ("GPT-NeoX", "pipe-parallel-size: 1\nnum-layers: 12\nzero_optimization:\n  stage: 1\n"),
     "mpt.yaml": ("Composer", "max_duration: 4800ba\nglobal_train_batch_size: 256\nprecision: amp_bf16\n"),
@@ -79,7 +99,7 @@ def test_precision_show_reads_a_file_or_names_whose_it_is(name: str, tmp_path: P
     except UserError as error:
         assert FILES[name][0] in error.problems[0], error.problems  # noqa: PT017
     else:
-        assert name == "nemo.yaml"
+        assert name in ("nemo.yaml", "recipe.py")
 
 
 @pytest.mark.parametrize("name", [*FILES, "ds.json", "megatron.sh"])
@@ -136,6 +156,7 @@ def test_every_key_of_ours_that_a_line_names_is_there() -> None:
     ("name", "text"),
     [
         ("odd.yaml", "alpha: 1\nbeta: 2\ngamma: 3\nlr: 4\n"),
+        ("hydra.sh", "python main.py recipes=llama cluster=slurm recipes.run.name=a +x=1\n"),
         ("odd.json", '{"alpha": 1, "beta": 2, "gamma": 3}'),
         ("odd.sh", "python other.py --alpha 1 --beta 2 --gamma 3 --lr 1\n"),
         ("config.sh", "python train.py config/train_gpt2.py --batch_size=12 --compile=False\n"),

@@ -21,6 +21,8 @@ FOUR_BITS: dict[str, Any] = {"kind": "nvfp4"}
 # settings, each wrong in one way, and the code of the problem
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"history_length": 0}, "history_length"),
+    ({"margin": 33}, "margin_range"),
+    ({"margin": -33}, "margin_range"),
     ({**CURRENT, "margin": 1}, "margin"),
     ({**CURRENT, "calibrate": 1}, "calibrate"),
     ({**CURRENT, "history": "te"}, "history_kind"),
@@ -37,6 +39,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**FOUR_BITS, "pad": True}, "nvfp4_pad"),
 ]
 RIGHT: list[dict[str, Any]] = [
+    {"margin": 32},
+    {"margin": -32},
     {"history_length": 1, "margin": 1, "calibrate": 1, "amax_algo": largest},
     {"history": "te", "pad": True, "first_layers": 1, "last_layers": 1},
     {"parameters": True, "pad": True, "backend": "transformer_engine"},

@@ -323,3 +323,8 @@ def test_a_script_of_megatrons_kind_needs_few_answers(name: str, most: int, tmp_
     path.write_text(SCRIPTS[name])
     count, why = answers_of(path)
     assert count is not None and count <= most, why
+
+
+def test_settings_of_another_program_that_a_line_quotes_are_no_answer() -> None:
+    problem = Problem("a.sh: no command (the last is `nemo llm pretrain trainer.max_steps=9`)")
+    assert not command_with_answers(Asked(["a.sh"]), [problem])

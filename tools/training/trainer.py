@@ -329,12 +329,16 @@ class Trainer:
     def _make_profile(self) -> Any:
         """Return the profile of some steps on this rank; None if none is asked for."""
         log = self.config.log
-        if not log.profile or self.rank not in log.profile_ranks:
+        if not log.profile:
             return None
-        folder = Path(self.config.train.folder)
-        engine = self.engine
-        return optional_parts.StepProfile(
-            log.profile, self.rank, engine.stages, engine.device, folder
+        return optional_parts.profile_of_steps(
+            log.profile,
+            self.progress.step + 1,
+            log.profile_ranks,
+            self.rank,
+            self.engine.stages,
+            self.engine.device,
+            Path(self.config.train.folder),
         )
 
     def _memory_history(self) -> AbstractContextManager[None]:

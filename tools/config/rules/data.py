@@ -125,8 +125,10 @@ def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterat
 
 def _checkpoint_place(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a problem for a kind of URL to which no checkpoint is saved, before its server is
-    asked for one."""
-    if is_url(checkpoint.folder):
+    asked for one, and for one that ends with the run."""
+    if checkpoint.folder.lower().startswith("memory://"):
+        yield Problem.of("config.checkpoints_in_memory", folder=toml(checkpoint.folder))
+    elif is_url(checkpoint.folder):
         yield from problems_of(require_saved_to, checkpoint.folder)
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
-from megaprec.precision.fp8_recipe import SCALE_KINDS, FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import LARGEST_MARGIN, SCALE_KINDS, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from tools.config.tables.table import Table, default_of
 
@@ -220,6 +220,8 @@ class FP8(Table):
     )
     margin: int = Field(
         default=default_of(FP8Recipe, "margin"),
+        ge=-LARGEST_MARGIN,
+        le=LARGEST_MARGIN,
         description="Headroom of delayed scales: they are 2^margin lower than the amax requires.",
     )
 

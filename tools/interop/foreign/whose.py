@@ -23,6 +23,10 @@ HF_FOLDER = (
 )
 IMPORTED = "megaprec import-args FILE reads it"
 SHOWN = "megaprec precision show FILE reads its precision"
+# package, and what is imported from it
+IMPORT = re.compile(
+    r"^[ \t]*(?:from|import)[ \t]+([\w.]+)(?:[ \t]+import[ \t]+(\w+))?", re.MULTILINE
+)
 TARGET = re.compile(r"['\"]?_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)")
 
 
@@ -31,8 +35,8 @@ class Kind:
     """A kind of file.
 
     whose: its name in a message. marks: sets of names, one of which the file has whole; a name of a
-    table within a table is written with a dot. way: what to do here. shown: `megaprec precision
-    show` reads it.
+    table within a table is written with a dot, and so is a package behind "_target_" or
+    "_import_". way: what to do here. shown: `megaprec precision show` reads it.
     """
 
     whose: str
@@ -85,6 +89,9 @@ KINDS: tuple[Kind, ...] = (
             "base_model sequence_len",
             "base_model adapter",
             "base_model micro_batch_size",
+            "base_model pretraining_dataset",
+            "base_model rl",
+            "_import_.axolotl",
         ),
         _keys("base_model=train.init_from, sequence_len=train.seq_length, learning_rate=lr.peak"),
     ),
@@ -97,7 +104,13 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a recipe of SageMaker HyperPod",
-        ("use_smp_model", "model.backward_fetch_policy", "model.shard_degree"),
+        (
+            "use_smp_model",
+            "model.backward_fetch_policy",
+            "model.shard_degree",
+            "run.model_type training_config",
+            "cluster_type base_results_dir",
+        ),
         _keys(
             "model.precision=precision.compute, model.fp8=fp8.kind, model.grad_clip=optimizer.clip"
         ),
@@ -201,7 +214,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a configuration of Megatron-Bridge",
-        ("_target_.megatron.bridge",),
+        ("_target_.megatron.bridge", "_import_.megatron.bridge"),
         (
             f"{SHOWN}, and its arguments are read without _target_: a table of names such as "
             "train_iters"
@@ -210,7 +223,13 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a recipe of NeMo 2",
-        ("_target_.nemo", "_target_.nemo_automodel"),
+        (
+            "_target_.nemo",
+            "_target_.nemo_automodel",
+            "_import_.nemo.lightning",
+            "_import_.nemo.collections.llm",
+            "_import_.nemo_run",
+        ),
         (
             f"{SHOWN} (docs/migrating.md); "
             f"{_keys('trainer.max_steps=train.steps, model.config=[model]')}"
@@ -290,8 +309,10 @@ def whose_file(path: Path, text: str) -> Kind | None:
     be read."""
     suffix = path.suffix.lower()
     if suffix == ".py":
-        # what it assigns at its top, and what it calls
-        return whose(re.findall(r"^\w+(?= *=)|\w+(?=\()", text, re.MULTILINE))
+        # what it assigns at its top, what it calls, and what it imports
+        names = {*re.findall(r"^\w+(?= *=)|\w+(?=\()", text, re.MULTILINE)}
+        imported = [".".join(filter(None, parts)) for parts in IMPORT.findall(text)]
+        return whose(names | _packages("_import_", imported))
     try:
         if suffix in (".yaml", ".yml"):
             data = from_yaml(path, text)
@@ -305,8 +326,11 @@ def whose_file(path: Path, text: str) -> Kind | None:
         return None
     if data is None:
         return None
-    names = names_in(data.table)
-    for target in TARGET.findall(text):
-        package, _, rest = target.partition(".")
-        names |= {f"_target_.{package}", f"_target_.{package}.{rest.partition('.')[0]}"}
-    return whose(names)
+    return whose(names_in(data.table) | _packages("_target_", TARGET.findall(text)))
+
+
+def _packages(holder: str, dotted_names: Iterable[str]) -> set[str]:
+    """Return dotted names and the packages that they are in, as marks have them: behind
+    `holder`."""
+    marked = (f"{holder}.{name}".split(".") for name in dotted_names)
+    return {".".join(parts[:end]) for parts in marked for end in range(2, len(parts) + 1)}

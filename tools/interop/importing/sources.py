@@ -57,6 +57,9 @@ ELSE = (
     "FOLDER begins one)"
 )
 LOCAL_RANKS = "nproc_per_node"
+SETTING = re.compile(
+    r"[+~]*([\w.]+)="
+)  # a word of a program that takes its settings without dashes
 FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
 
 
@@ -403,7 +406,8 @@ def _require_megatrons(name: str, words: Sequence[Word]) -> None:
         if is_theirs and Path(file).suffix.lower() in (*YAML, *OTHERS):
             raise UserError.of("import.settings_file", name=name, settings=file, remedy=ELSE)
         before = option
-    _require_most(name, typed)
+    settings = [found[1] for word in words if (found := SETTING.match(word.text))]
+    _require_most(name, typed or settings)
 
 
 def _require_most(name: str, typed: Sequence[str]) -> None:

@@ -258,7 +258,9 @@ def fail(args):
 
 cli._parser_of = lambda called: argparse.ArgumentParser(argument_default=None, add_help=False)
 argparse.Namespace.run = staticmethod(fail)
-argparse.Namespace.command, argparse.Namespace.overrides = "train", ()
+argparse.Namespace.command = "train"
+argparse.Namespace.overrides = ()
+argparse.Namespace.json = False
 sys.exit(cli.main(["word"]))
 """
 

@@ -41,6 +41,7 @@ UNREAD_FIELDS = ("system", "documents", "functions")
 ROW_FIELDS = (*CHAT_FIELDS, "prompt", "completion", "tools", *UNREAD_FIELDS)
 # ShareGPT's names of roles
 ROLES = {"human": "user", "gpt": "assistant"}
+CALLS = ("tool_calls", "function_call")  # what an answer may have in place of a content
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", *ROLES}
 # keys of messages by which others leave an answer out of the loss
 WEIGHTS = ("weight", "train", "training")
@@ -260,7 +261,8 @@ def _message(item: Any) -> Message | None:
         return None
     role = item.get("role")
     if isinstance(role, str):
-        return {**item, "role": ROLES.get(role, role)}
+        is_empty = item.get("content") is None and not any(item.get(key) for key in CALLS)
+        return None if is_empty else {**item, "role": ROLES.get(role, role)}
     role = item.get("from")
     content = item.get("value")
     if not isinstance(role, str) or not isinstance(content, str):

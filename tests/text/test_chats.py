@@ -185,7 +185,14 @@ REFUSED = [
         "reasoning",
     ),
     ({"messages": []}, "data.chat_row", ""),
-    ({"messages": [{"role": "user"}, "x"]}, "data.chat_row", "message 2"),
+    ({"messages": [*turns("x"), "x"]}, "data.chat_row", "message 2"),
+    ({"messages": [*turns("x"), {"role": "assistant"}]}, "data.chat_row", "message 2"),
+    (
+        {"messages": [*turns("x"), {"role": "assistant", "content": None}]},
+        "data.chat_row",
+        "message 2",
+    ),
+    ({"messages": [{"role": "gpt", "value": "x"}]}, "data.chat_row", "message 1"),
     ({"text": "x"}, "data.chat_fields", ""),
     ({"messages": turns("x"), "conversations": []}, "data.chat_fields", ""),
     ({"prompt": "x"}, "data.chat_fields", ""),
@@ -208,8 +215,12 @@ def test_a_row_that_would_be_misread_is_refused_or_left_out(
 def test_what_is_not_the_text_of_a_message_is_refused_by_chatml(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, None)
     parts = [{"type": "text", "text": "x"}]
-    for content in (parts, None, 5):
-        with raises("data.chat_not_rendered") as caught:
+    for content, code in (
+        (parts, "data.chat_not_rendered"),
+        (None, "data.chat_row"),  # by every template
+        (5, "data.chat_not_rendered"),
+    ):
+        with raises(code) as caught:
             list(
                 opened([{"messages": [{"role": "user", "content": content}]}], tokenizer, "chatml")
             )

@@ -34,7 +34,7 @@ JOIN = 600.0  # seconds in which all ranks must have joined
 NEWS = 30.0  # seconds between lines about waiting
 ALONE = 3.0  # seconds after which a task of Slurm without any other says so
 LOOPBACK = "127.0.0.1"
-PARTING = 1.0  # seconds in which others read why rank 0, which has the store, gives up
+SECONDS_TO_READ = 1.0  # seconds in which others read why rank 0, which has the store, gives up
 SHOWN = 8  # ranks that a line names at most
 OUTCOME = "why not all ranks have joined"  # key of the store; empty if they have
 
@@ -71,7 +71,7 @@ def join(
         store.set(OUTCOME, problem)
         # the store ends with this process, and the others are to read why
         if problem:
-            time.sleep(PARTING)
+            time.sleep(SECONDS_TO_READ)
     else:
         # longer than rank 0 waits for the ranks, so that its reason arrives first
         store.wait([OUTCOME], timedelta(seconds=seconds + 10))

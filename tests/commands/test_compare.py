@@ -173,7 +173,12 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [no_run(empty), no_run(absent)]
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
-    assert capsys.readouterr().err == f"{Problem.of('command.plot_suffix', path='a.pdf')}\n"
+    assert shows(capsys.readouterr().err, "plots.suffix", path="a.pdf", suffixes=".png")
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert cli.main(["compare", str(run), "-o", str(folder)]) == 2
+    assert shows(capsys.readouterr().err, "plots.suffix", path=folder)
+    folder.rmdir()
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
     assert shows(capsys.readouterr().err, "command.plot_folder", parent=absent)
     assert not list(tmp_path.glob("*.png"))

@@ -282,7 +282,7 @@ def test_a_run_without_mup_is_not_proven_and_told_of_the_key(
         ),
         (["--steps", "0"], "command.mup_check_steps", {"steps": 0}),
         (["--lr", "0"], "command.mup_check_rate", {"rate": 0.0}),
-        (["--plot", "mup.jpg"], "command.mup_check_plot", {"path": "mup.jpg"}),
+        (["--plot", "mup.jpg"], "plots.suffix", {"path": "mup.jpg"}),
         (["--plot", "none/mup.png"], "command.plot_folder", {"path": "none/mup.png"}),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_picture_has_every_kind_that_takes_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("picture", "more", "code"),
     [
-        ("plan.pdf", ("--gpu", "H100"), "planning.plot_suffix"),
+        ("plan.pdf", ("--gpu", "H100"), "plots.suffix"),
         ("none/plan.svg", ("--gpu", "H100"), "command.plot_folder"),
         ("plan.svg", ("--gpu-memory", "80GB"), "planning.plot_speeds"),
     ],

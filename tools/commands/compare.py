@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megaprec.errors import UserError
 from tools.analysis.plots.compare_plot import LAST, Curve, by_loss, draw
-from tools.analysis.plots.drawing import has_matplotlib
+from tools.analysis.plots.drawing import require_picture_path
 from tools.analysis.plots.statistics_map import StatisticsMap, draw_maps, maps_of
 from tools.analysis.report.comparable import (
     branches,
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         by_place.setdefault(folder.resolve(), folder)
     args.runs = [*by_place.values()]
     if args.output:
-        _require_writable(args.output)
+        require_picture_path(args.output)
     elif args.over:
         raise UserError.of("command.over_without_plot", over=args.over)
     curves, base = _read_curves(args)
@@ -113,7 +113,7 @@ def _read_curves(args: argparse.Namespace) -> tuple[Sequence[Curve], Curve | Non
 
 def _draw_statistics(args: argparse.Namespace) -> None:
     """Draw the maps of the runs beside each other. Raises UserError if a run has none."""
-    _require_writable(args.statistics)
+    require_picture_path(args.statistics)
     folders: list[Path] = args.runs
     maps_by_run: dict[str, Sequence[StatisticsMap]] = {}
     for name, folder in zip(_names(folders), folders, strict=True):
@@ -176,15 +176,6 @@ def _compare(args: argparse.Namespace) -> _Compared:
     unknown = ", ".join(compared.without_bits)
     hidden = f"losses are left out of the table, for bits per byte are not known of {unknown}"
     return replace(compared, notes=[*compared.notes, hidden])
-
-
-def _require_writable(path: Path) -> None:
-    if path.suffix != ".png":
-        raise UserError.of("command.plot_suffix", path=path)
-    if not path.absolute().parent.is_dir():
-        raise UserError.of("command.plot_folder", path=path, parent=path.parent)
-    if not has_matplotlib():
-        raise UserError.of("command.matplotlib_missing", path=path)
 
 
 def _show(args: argparse.Namespace, curves: Sequence[Curve], compared: _Compared) -> None:

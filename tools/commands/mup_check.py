@@ -24,7 +24,7 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from parallel.described_world import is_rank_of_world
-from tools.analysis.plots.drawing import has_matplotlib
+from tools.analysis.plots.drawing import require_picture_path
 from tools.analysis.plots.mup_plot import draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
@@ -126,20 +126,10 @@ def _require_sound(args: argparse.Namespace, config: RunConfig) -> list[int]:
             "model.factory_not_built_in", factory=config.model.factory, what="mup-check"
         )
     if args.plot:
-        _require_picture(args.plot)
+        require_picture_path(args.plot)
     if not args.widths:
         return default_widths(config.model, args.grow)
     return _parse_widths(args.widths)
-
-
-def _require_picture(path: Path) -> None:
-    """Raise UserError for a file that could not be written after all the work."""
-    if path.suffix != ".png":
-        raise UserError.of("command.mup_check_plot", path=path)
-    if not path.absolute().parent.is_dir():
-        raise UserError.of("command.plot_folder", path=path, parent=path.parent)
-    if not has_matplotlib():
-        raise UserError.of("command.matplotlib_missing", path=path)
 
 
 def _parse_widths(text: str) -> list[int]:

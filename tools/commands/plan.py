@@ -54,7 +54,7 @@ from tools.analysis.planning.search import (
     search,
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
-from tools.analysis.plots.drawing import has_matplotlib
+from tools.analysis.plots.drawing import require_picture_path
 from tools.analysis.plots.plan_plot import draw_plan
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
@@ -380,17 +380,7 @@ def _check_options(args: argparse.Namespace) -> None:
     if problems:
         raise UserError(*problems)
     if args.plot:
-        _require_picture(args.plot)
-
-
-def _require_picture(path: Path) -> None:
-    """Raise UserError if no picture can be written to `path`."""
-    if path.suffix not in (".svg", ".png") or path.is_dir():
-        raise UserError.of("planning.plot_suffix", path=path)
-    if not path.absolute().parent.is_dir():
-        raise UserError.of("command.plot_folder", path=path, parent=path.parent)
-    if path.suffix == ".png" and not has_matplotlib():
-        raise UserError.of("plots.matplotlib_missing", path=path)
+        require_picture_path(args.plot, suffixes=(".svg", ".png"))
 
 
 def _speed_problems(args: argparse.Namespace) -> Iterator[str]:

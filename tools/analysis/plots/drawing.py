@@ -194,6 +194,22 @@ def has_matplotlib() -> bool:
     return matplotlib.figure is not None
 
 
+def require_picture_path(path: Path, suffixes: Sequence[str] = (".png",)) -> None:
+    """Raise UserError if no picture could be written to `path`, before the work that it shows.
+
+    suffixes: of the formats in which the picture can be written.
+    """
+    if path.suffix not in suffixes or path.is_dir():
+        raise UserError.of("plots.suffix", path=path, suffixes=" or ".join(suffixes))
+    if not path.absolute().parent.is_dir():
+        raise UserError.of("command.plot_folder", path=path, parent=path.parent)
+    if path.suffix != ".png" or has_matplotlib():
+        return
+    if ".svg" in suffixes:
+        raise UserError.of("plots.matplotlib_missing", path=path)
+    raise UserError.of("command.matplotlib_missing", path=path)
+
+
 def _to_png(drawing: Drawing, path: Path) -> bytes:
     """Return the content of a .png file. path: named if there is no matplotlib."""
     try:

@@ -108,7 +108,7 @@ class Context:
             if not hasattr(axis, "size"):
                 problems.append(Problem.of("parallel.not_an_axis", name=name, axis=axis))
         if not isinstance(self.plan, PrecisionPlan):
-            problems.append(Problem.of("parallel.not_a_plan", plan=self.plan))
+            problems.append(Problem.of("precision.not_a_plan", plan=self.plan))
         if not _is_recompute(self.recompute):
             modules = ", ".join(MODULES)
             problems.append(

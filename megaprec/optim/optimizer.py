@@ -38,7 +38,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import NamedArguments
 from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.canonical.numerics import CanonicalNumerics
@@ -241,8 +241,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         observers: Sequence[StepObserver] = (),
     ) -> None:
         _require_trainable(parts)
-        rule = rule or AdamW()
+        rule = AdamW() if rule is None else rule
         groups = tuple(groups)  # read more than once
+        _require_argument_kinds(plan, mesh, rule, groups)
         numbers = {
             "clip": clip,
             "norm": norm,
@@ -973,6 +974,25 @@ def _require_trainable(parts: Sequence[nn.Module]) -> None:
     is_list = isinstance(parts, Sequence | nn.ModuleList)
     if not is_list or not all(isinstance(part, nn.Module) for part in parts):
         raise UserError.of("optimizer.parts_no_modules")
+
+
+def _require_argument_kinds(
+    plan: object, mesh: object, rule: object, groups: Sequence[object]
+) -> None:
+    """Raise UserError, naming all, for arguments that are not of the kind that an optimizer
+    takes."""
+    problems: list[Problem] = []
+    if not isinstance(plan, PrecisionPlan):
+        problems.append(Problem.of("precision.not_a_plan", plan=plan))
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        problems.append(Problem.of("optimizer.mesh_kind", mesh=mesh))
+    is_rule = not isinstance(rule, type) and hasattr(rule, "update_")
+    if not is_rule:
+        problems.append(Problem.of("optimizer.rule_kind", rule=rule))
+    if not all(isinstance(group, Group) for group in groups):
+        problems.append(Problem.of("optimizer.groups_kind", groups=groups))
+    if problems:
+        raise UserError(*problems)
 
 
 def _require_whole_gradients(shard_gradients: bool, canonical: bool) -> None:

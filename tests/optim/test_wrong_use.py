@@ -380,6 +380,44 @@ def test_a_model_without_its_list_is_not_taken_for_a_list_of_its_layers() -> Non
     assert listed.num_elements == 5 * 3 + 3 + 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("plan", "bf16", "precision.not_a_plan"),
+        ("plan", None, "precision.not_a_plan"),
+        ("mesh", "cpu", "optimizer.mesh_kind"),
+        ("mesh", 2, "optimizer.mesh_kind"),
+        ("rule", "adamw", "optimizer.rule_kind"),
+        ("rule", AdamW, "optimizer.rule_kind"),
+        ("rule", torch.optim.AdamW, "optimizer.rule_kind"),
+        ("rule", 0, "optimizer.rule_kind"),
+        ("groups", "*.bias", "optimizer.groups_kind"),
+        ("groups", [{"params": [], "lr": 0.1}], "optimizer.groups_kind"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any, code: str) -> None:
+    model = make_model()
+    attach_whole(model)
+    before = held(model)
+    with raises(code):
+        ParallelAMPOptimizer([model], **{"plan": plan("fp32"), name: value})
+    assert all(map(torch.equal, held(model), before))
+
+
+def test_a_model_on_the_device_meta_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    attach_whole(model)
+    with raises("optimizer.on_meta_device", path="weight"):
+        ParallelAMPOptimizer([model], plan("fp32"))
+
+
+def test_the_pattern_of_a_group_is_text() -> None:
+    pattern: Any = 3
+    with raises("optimizer.group_pattern", pattern=3):
+        Group(pattern, lr=2.0)
+
+
 def test_groups_that_can_be_read_once_only_apply() -> None:
     groups = [Group("*.bias", lr=2.0)]
     generated: Any = (group for group in groups)

@@ -108,25 +108,25 @@ def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "value", "code", "field"),
     [
-        ("plan", "bf16", "not_a_plan", "plan"),
-        ("plan", None, "not_a_plan", "plan"),
-        ("tp", "tp", "not_an_axis", "axis"),
-        ("tp", 2, "not_an_axis", "axis"),
-        ("sequence", "no", "not_a_truth_value", "value"),
-        ("async_tensor", "no", "not_a_truth_value", "value"),
-        ("seed", "x", "seed", "seed"),
-        ("blank", 1, "not_a_truth_value", "value"),
-        ("recompute", True, "recompute", "recompute"),
-        ("recompute", Recompute("all"), "recompute", "recompute"),  # type: ignore[arg-type]
-        ("recompute", Recompute(fraction=2.0), "recompute", "recompute"),
-        ("recompute", Recompute(layers=-1), "recompute", "recompute"),
+        ("plan", "bf16", "precision.not_a_plan", "plan"),
+        ("plan", None, "precision.not_a_plan", "plan"),
+        ("tp", "tp", "parallel.not_an_axis", "axis"),
+        ("tp", 2, "parallel.not_an_axis", "axis"),
+        ("sequence", "no", "parallel.not_a_truth_value", "value"),
+        ("async_tensor", "no", "parallel.not_a_truth_value", "value"),
+        ("seed", "x", "parallel.seed", "seed"),
+        ("blank", 1, "parallel.not_a_truth_value", "value"),
+        ("recompute", True, "parallel.recompute", "recompute"),
+        ("recompute", Recompute("all"), "parallel.recompute", "recompute"),  # type: ignore[arg-type]
+        ("recompute", Recompute(fraction=2.0), "parallel.recompute", "recompute"),
+        ("recompute", Recompute(layers=-1), "parallel.recompute", "recompute"),
     ],
 )
 def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(
     name: str, value: Any, code: str, field: str
 ) -> None:
     named = {} if field == name else {"name": name}
-    with raises(f"parallel.{code}", **named, **{field: value}):
+    with raises(code, **named, **{field: value}):
         Context(**{"plan": plan("fp32"), name: value})
 
 

@@ -83,11 +83,13 @@ def _require_no_flat_parameters(trained: Iterable[NamedParameter]) -> None:
 
 
 def _require_real(trained: Iterable[NamedParameter]) -> None:
-    """Raise UserError, naming all, for trained parameters that are complex, or were made in
-    inference mode, where autograd computes no gradients."""
+    """Raise UserError, naming all, for trained parameters that are complex, have no values, or were
+    made in inference mode, where autograd computes no gradients."""
     problems: list[Problem] = []
     for path, parameter in trained:
-        if parameter.is_inference():
+        if parameter.device.type == "meta":
+            problems.append(Problem.of("optimizer.on_meta_device", path=path))
+        elif parameter.is_inference():
             problems.append(Problem.of("optimizer.made_in_inference_mode", path=path))
         # Of the dtypes that torch lets require gradients, complex ones and FP8 codes are left.
         elif not parameter.is_floating_point() and fp8_param_of(parameter) is None:

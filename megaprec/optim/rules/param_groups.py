@@ -59,6 +59,8 @@ class Group(NamedArguments):
     all_dims: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise UserError.of("optimizer.group_pattern", pattern=self.pattern)
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
             if factor is None:
                 continue

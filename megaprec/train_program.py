@@ -267,14 +267,21 @@ def _inline_table(table: Mapping[Any, Any]) -> str | None:
     return f"{{{', '.join(pairs)}}}"
 
 
-def _require_words(words: Sequence[str]) -> None:
+def _require_words(words: Sequence[object]) -> None:
     """Raise UserError for words that a command cannot be given, or would take for an option."""
     problems: list[str] = []
     for word in words:
-        if word.startswith("-") or "\0" in word or not is_unicode(word):
+        if not _is_word(word):
             problems.append(Problem.of("training.python_word", word=ascii(word)))
     if problems:
         raise UserError(*problems)
+
+
+def _is_word(word: object) -> bool:
+    """Return True for a text that a command can be given, and that it takes for no option."""
+    if not isinstance(word, str) or not is_unicode(word):
+        return False
+    return "\0" not in word and not word.startswith("-")
 
 
 def _run_program(arguments: Sequence[str]) -> int:

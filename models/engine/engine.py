@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.diagnose.position import Position
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.canonical.consensus import summed_loss
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
@@ -42,7 +42,7 @@ from models.decoder.frozen import freeze
 from models.decoder.stages import Stage
 from models.decoder.virtual_stage import over_virtual_ranks
 from models.engine.options import EngineOptions
-from models.engine.passes import Passes, PassState, Share
+from models.engine.passes import OutsideVocabulary, Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
@@ -126,8 +126,8 @@ def build_stages(
     Raises UserError for arguments that do not fit together, ValueError for schedules that put a
     stage on different ranks.
     """
-    canonical = options.canonical_shards > 0
     _require_fitting(config, plan, mesh, options, (schedule, *other_schedules))
+    canonical = options.canonical_shards > 0
     # Collective from here on: all ranks make their groups in this order.
     fp8 = FP8State.over(mesh, plan.fp8, config.layers)
     virtual = None
@@ -183,6 +183,7 @@ def _require_fitting(
 
     schedules: all of them.
     """
+    _require_kinds(config, plan, options, schedules)
     if not config.vocab:
         raise UserError.of("model.vocab_unknown")
     first_schedule = schedules[0]
@@ -208,6 +209,28 @@ def _require_fitting(
         if problems:
             raise UserError(*problems)
         require_fused_products(mesh, device_of(mesh))
+
+
+def _require_kinds(
+    config: object,
+    plan: object,
+    options: object,
+    schedules: Sequence[object],
+) -> None:
+    """Raise UserError, naming all, for arguments of `build_stages` that are not of the kind that it
+    takes."""
+    problems: list[Problem] = []
+    if not isinstance(config, ModelConfig):
+        problems.append(Problem.of("model.config_kind", config=config))
+    if not isinstance(plan, PrecisionPlan):
+        problems.append(Problem.of("precision.not_a_plan", plan=plan))
+    if not isinstance(options, EngineOptions):
+        problems.append(Problem.of("model.options_kind", options=options))
+    for schedule in schedules:
+        if not isinstance(schedule, Schedule):
+            problems.append(Problem.of("model.schedule_kind", schedule=schedule))
+    if problems:
+        raise UserError(*problems)
 
 
 def _make_context(
@@ -339,6 +362,7 @@ class Engine:
             device=self.device,
         )
         self._attention_logits = _attention_logits(rank_stages, optimizer, self.device)
+        self._failed = False  # True after an error, if other ranks may wait for this one's messages
         optimizer.observers += observers
 
     @classmethod
@@ -418,10 +442,27 @@ class Engine:
         recording: observes the time span of each instruction.
         limits: as for `ParallelAMPOptimizer.step`.
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
-        for an error.
+        for an error. After another error in the middle of a step a process without other ranks has
+        discarded its gradients and can take the next step; several ranks cannot go on.
         """
-        state = self.accumulate(share, number, recording)
-        return self.update(state, lr, limits)
+        if self._failed:
+            raise UserError.of("pipeline.failed_before")
+        try:
+            state = self.accumulate(share, number, recording)
+            return self.update(state, lr, limits)
+        except (NonFiniteStep, OutsideVocabulary):
+            raise  # on all ranks alike, and the next step can be taken
+        except Exception:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Discard what is left of a failed step, so that another can be taken. With other ranks
+        there cannot be another: these are still in the middle of the step."""
+        if self.optimizer.world.size > 1:
+            self._failed = True
+        else:
+            self.optimizer.zero_grad()
 
     def accumulate(
         self,

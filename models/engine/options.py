@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from megaprec.errors import Problem, UserError
+from megaprec.kinds import NamedArguments, is_number
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.leaves import PLAIN, Leaves
 
@@ -19,7 +21,7 @@ class QKClip:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(NamedArguments):
     """The settings of an engine, besides the precision plan and the sizes of the mesh: the cut of
     the model into stages, their layout and the way in which they are computed.
 
@@ -47,6 +49,8 @@ class EngineOptions:
     qk_clip: projections to queries and keys are made smaller after steps whose logits were too
         large; None: they are not.
     leaves: the form in which norms, rotations, gates, dropout, losses and FP8 casts are computed.
+
+    Raises UserError for sizes that are no whole numbers from 1 on.
     """
 
     micro_batch: int
@@ -66,3 +70,12 @@ class EngineOptions:
     attention_logits: bool = False
     qk_clip: QKClip | None = None
     leaves: Leaves = field(default=PLAIN, compare=False)
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        for name in ("micro_batch", "seq_length"):
+            size = getattr(self, name)
+            if not is_number(size, whole=True) or size < 1:
+                problems.append(Problem.of("parallel.degree", name=name, degree=size))
+        if problems:
+            raise UserError(*problems)

@@ -132,6 +132,9 @@ def test_values_and_words_that_the_command_cannot_be_given_are_refused() -> None
         megaprec.train({"train": {"steps=1\n": 2}})
     with raises("training.python_word", word="'--strict'"):
         megaprec.train("run.toml", "--strict")
+    number: Any = 3
+    with raises("training.python_word", word="3"):
+        megaprec.train("run.toml", number)
     with raises("training.python_word", word=r"'run\x00.toml'"):
         megaprec.train("run\0.toml")
 

@@ -412,6 +412,14 @@ def test_a_model_on_the_device_meta_is_refused_by_name() -> None:
         ParallelAMPOptimizer([model], plan("fp32"))
 
 
+@pytest.mark.parametrize(
+    "kind", ["adam", nn.Linear, torch.optim.Adam([nn.Parameter(torch.ones(1))])]
+)
+def test_a_rule_of_torch_is_a_class_of_its_optimizers(kind: Any) -> None:
+    with raises("optimizer.torch_rule_kind"):
+        TorchRule(kind)
+
+
 def test_the_pattern_of_a_group_is_text() -> None:
     pattern: Any = 3
     with raises("optimizer.group_pattern", pattern=3):

@@ -57,6 +57,8 @@ class TorchRule:
         kind: type[torch.optim.Optimizer],
         options: dict[str, Any] | None = None,
     ) -> None:
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise UserError.of("optimizer.torch_rule_kind", kind=kind)
         self.kind = kind
         self.options = dict(options or {})
         # each step has its own rates, and the optimizer its parameters

@@ -394,7 +394,8 @@ def _take_overrides(
     if args.command == "import-args":
         how_to_quote = COMMANDS["import-args"].load().how_to_quote
         parser.exit(2, f"{how_to_quote(unparsed[0])}\n")
-    parser.error(f"unrecognized arguments: {' '.join(unparsed)}{_override_hint(unparsed)}")
+    hint = _override_hint(unparsed) or _option_hint(parser, args, unparsed)
+    parser.error(f"unrecognized arguments: {' '.join(unparsed)}{hint}")
 
 
 def _override_hint(words: Sequence[str]) -> str:
@@ -407,6 +408,30 @@ def _override_hint(words: Sequence[str]) -> str:
         if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):
             return f"; an override has no dashes: {name}={value if sign else following}"
     return ""
+
+
+def _option_hint(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]
+) -> str:
+    """Return a hint for the first option that the command has not: the closest one that it has, or
+    where all are listed; empty if there is no option among the words."""
+    unknown = [word for word in words if word.startswith("-")]
+    if not unknown:
+        return ""
+    command_parser = _called_parser(parser, args)
+    name, _, _ = unknown[0].partition("=")
+    hint = did_you_mean(name, command_parser._option_string_actions)
+    return hint or f"; {command_parser.prog} --help lists the options"
+
+
+def _called_parser(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> argparse.ArgumentParser:
+    """Return the parser of the command that was called, such as `megaprec data build`."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return _called_parser(action.choices[getattr(args, action.dest)], args)
+    return parser
 
 
 if __name__ == "__main__":

@@ -75,13 +75,28 @@ def test_every_command_and_option_has_a_help_that_stands_alone() -> None:
     } == {}
 
 
-def test_a_misspelt_command_is_answered_with_the_closest_one(
+def test_an_option_like_none_of_a_command_names_where_these_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in (["generate", "run"], ["data", "inspect", "tokens"]):
+        with pytest.raises(SystemExit) as left:
+            main([*command, "--zzzzzz", "3"])
+        assert left.value.code == 2
+        names = " ".join(command[:-1])
+        listed = f"unrecognized arguments: --zzzzzz 3; megaprec {names} --help lists the options"
+        assert capsys.readouterr().err.rstrip().endswith(listed)
+
+
+def test_a_misspelt_command_or_option_is_answered_with_the_closest_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words, meant in (
         (["trian"], "train"),
         (["data", "bild"], "build"),
         (["convert", "x", "y", "--to", "hff"], "hf"),
+        (["train", "run.toml", "--strct"], "--strict"),
+        (["generate", "run", "--toknes=3"], "--tokens"),
+        (["data", "inspect", "tokens", "--jsn"], "--json"),
     ):
         with pytest.raises(SystemExit) as left:
             main(words)

@@ -54,7 +54,7 @@ SubParsers = argparse._SubParsersAction  # argparse has no public name for it
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `data`."""
     parser.description = __doc__
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     _add_build(commands)
     _add_inspect(commands)
     _add_verify(commands)

@@ -58,7 +58,7 @@ class PrecisionOfFile:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `precision`."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     show_parser = commands.add_parser(
         "show", help="show the precision plan of a file, with the key that decided each field"
     )

@@ -9,6 +9,7 @@ mesh on gloo and on NCCL, under torchrun and under local ranks.
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -155,6 +156,8 @@ def world(
     timeout = timedelta(minutes=minutes)
     # waits for all ranks, with messages; torch's own rendezvous then finds them there
     store, rank, size = join(over_gloo=gpu is None)
+    # torch puts one around it, at each joining anew, that names the rank in each line
+    hook_before = sys.excepthook
     with within_machine(store):
         _form_world(store, rank, size, timeout, gpu)
         try:
@@ -165,6 +168,7 @@ def world(
             _leave_world(gpu)
             raise
         dist.destroy_process_group()
+        sys.excepthook = hook_before
 
 
 def _form_world(

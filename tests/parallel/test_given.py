@@ -1,6 +1,7 @@
 """The world, the mesh, the context and the modules that a loop of one's own gives: used, or refused
 by name."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ def test_degrees_and_devices_that_are_none_are_refused_on_every_rank() -> None:
     for given, said in first.items():
         code = "parallel.degree" if given.startswith("{") else "parallel.device_type"
         assert shows(said, code), given
+
+
+def test_an_error_after_a_world_that_was_left_is_told_as_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(2):
+        joined()
+        assert sys.excepthook is sys.__excepthook__
 
 
 def test_a_world_is_needed_and_joined_for_a_device_that_is_known() -> None:

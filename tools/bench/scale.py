@@ -78,7 +78,7 @@ def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     nanoseconds = weights["cpu_s"] / weights["numbers"] * 1e9
     yield {"what": "weights", **weights, "ns": nanoseconds}
     with tempfile.TemporaryDirectory() as folder:
-        num_documents = args.tokens // 1000  # as long as documents of the web are
+        num_documents = args.tokens // 1000  # of 1,000 tokens each
         prefix = sparse_set(Path(folder), args.tokens, num_documents)
         opened = _timed(lambda: _open(prefix))
         yield {"what": "data", "tokens": args.tokens, **opened}

@@ -15,7 +15,7 @@ from tools.verify.oracle.plain_parts import Weights, divided_by_rms, linear
 def delta_net(
     config: ModelConfig, weights: Weights, layer: int, x: Tensor, positions: Tensor
 ) -> Tensor:
-    """Return what the gated delta net of layer n makes of x [b, s, hidden], of the same shape. It
+    """Return what the gated delta net of a layer makes of x [b, s, hidden], of the same shape. It
     knows no positions.
 
     Before a value is written under its key, what the decayed state has there already is taken away:
@@ -25,6 +25,7 @@ def delta_net(
     b, s, _ = x.shape
     name = f"layers.{layer}.delta_net"
     query = _unit_heads(config, weights, f"{name}.query", x)
+    # as attention divides its scores
     query = query / sizes.key_dim**0.5
     key = _unit_heads(config, weights, f"{name}.key", x)
     value = _active(weights, f"{name}.value", x)
@@ -35,15 +36,19 @@ def delta_net(
     state = x.new_zeros(b, sizes.value_heads, sizes.key_dim, sizes.value_dim)
     outputs: list[Tensor] = []
     for token in range(s):
+        query_now = query[:, token]
         key_now = key[:, token]
-        decay_now = decay[:, token, :, :, None]
+        value_now = value[:, token]
+        decay_now = decay[:, token, :, :, None]  # of each row of the state, or one of all
         strength_now = strength[:, token, :, None]
         state = state * decay_now
-        error = value[:, token] - _read(state, key_now)
+        remembered = _read(state, key_now)
+        error = value_now - remembered
         written = strength_now * error
         state = state + torch.einsum("bnk,bnv->bnkv", key_now, written)
-        outputs.append(_read(state, query[:, token]))
-    read = torch.stack(outputs, 1)
+        output = _read(state, query_now)
+        outputs.append(output)
+    read = torch.stack(outputs, 1)  # [b, s, n, v]
     normal = divided_by_rms(read, config.norm_eps)
     weight = weights[f"{name}.output_norm.weight"]
     normal = normal * weight
@@ -143,14 +148,18 @@ def mamba(
     state = x.new_zeros(b, sizes.heads, sizes.state_dim, sizes.head_dim)
     outputs: list[Tensor] = []
     for token in range(s):
+        query_now = query[:, token]
+        key_now = key[:, token]
+        value_now = value[:, token]
         step_now = step[:, token]
         log_decay = -rate * step_now
         decay = log_decay.exp()
         decay = decay[..., None, None]
-        written = torch.einsum("bnk,bnv,bn->bnkv", key[:, token], value[:, token], step_now)
+        written = torch.einsum("bnk,bnv,bn->bnkv", key_now, value_now, step_now)
         state = state * decay + written
-        outputs.append(_read(state, query[:, token]))
-    read = torch.stack(outputs, 1)
+        output = _read(state, query_now)
+        outputs.append(output)
+    read = torch.stack(outputs, 1)  # [b, s, n, v]
     skip = weights[f"{name}.skip"]
     # a value also passes by the state
     skipped = skip[:, None] * value
@@ -163,7 +172,8 @@ def mamba(
     groups = gated.unflatten(-1, (sizes.groups, -1))
     normal = divided_by_rms(groups, config.norm_eps)
     weight = weights[f"{name}.output_norm.weight"]
-    normal = normal.flatten(2) * weight
+    joined_groups = normal.flatten(2)
+    normal = joined_groups * weight
     return linear(weights, f"{name}.output", normal)
 
 

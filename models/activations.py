@@ -85,12 +85,14 @@ class Gated(torch.autograd.Function):
 
 
 def _swiglu(y: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., n] of both halves of y [..., 2 n]."""
     gate, up = y.chunk(2, -1)
     # in place: silu has made a tensor of its own
     return F.silu(gate).mul_(up)
 
 
 def _swiglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of y [..., 2 n] from that of the value of `_swiglu` [..., n]."""
     gate, up = y.chunk(2, -1)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     grad_up = F.silu(gate).mul_(grad)
@@ -111,11 +113,14 @@ def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
 
 
 def _geglu(y: Tensor) -> Tensor:
+    """Return gelu(gate) * up [..., n] of both halves of y [..., 2 n], gelu by its approximation
+    with tanh."""
     gate, up = y.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _geglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of y [..., 2 n] from that of the value of `_geglu` [..., n]."""
     gate, up = y.chunk(2, -1)
     grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
     grad_up = F.gelu(gate, approximate="tanh").mul_(grad)
@@ -173,7 +178,8 @@ class ClampedGate(torch.autograd.Function):
 
 def _clamp(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return gate and up, clamped, as copies in FP32 or wider."""
-    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    wide_dtype = torch.promote_types(y.dtype, torch.float32)
+    wide = y.to(wide_dtype)
     gate, up = wide.chunk(2, -1)
     return gate.clamp(max=limit), up.clamp(-limit, limit)
 

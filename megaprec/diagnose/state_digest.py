@@ -96,6 +96,7 @@ class StateDigest:
                 yield f"{kind}/{piece.part.name}", _zero_terms(self._optimizer.device)
 
     def _has(self, kind: str) -> bool:
+        """Return True for a kind of state that is digested."""
         return kind == WEIGHT or not self._weights_only
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
@@ -113,8 +114,9 @@ class StateDigest:
             history = fp8.bank.history[:, number]
             scale_row = torch.cat((scale, history))
             # as if the rows of all ranks were one tensor, of which each rank has its row
-            shape = (replica_axis.size, len(scale_row))
-            part = Part(tensor_name, shape, 0, replica_axis.size, replica_axis.rank)
+            num_rows = replica_axis.size
+            shape = (num_rows, len(scale_row))
+            part = Part(tensor_name, shape, 0, num_rows, replica_axis.rank)
             if not counts:
                 scale_row = scale_row[:0]  # the name is there, with terms of zero
             yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
@@ -127,7 +129,9 @@ def masters_of(buffer: Buffer, span: range) -> Tensor:
     shard_stop = span.stop - buffer.start
     if buffer.masters is not None:
         return buffer.to_device(buffer.masters[shard_start:shard_stop])
-    tiles = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
+    # masters that are stored as weights and their lower bits: all elements in one tile
+    num_elements = shard_stop - shard_start
+    tiles = buffer.tiles(shard_start, shard_stop, num_elements)
     on_device = buffer.on_device(tiles, written=())
     return torch.cat([tile.wide_masters() for tile in on_device])
 
@@ -146,6 +150,7 @@ def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
 
 
 def _zero_terms(device: torch.device) -> Tensor:
+    """Return what elements that are not there add to a digest: int64 [2]."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 

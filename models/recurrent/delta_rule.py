@@ -89,7 +89,9 @@ class DeltaInputs:
         decays = log_decays.exp()
         if self.begins is None:
             return decays
-        return decays.masked_fill(self.begins[:, None, :, None], 0)
+        # a document knows nothing of the one before it
+        is_first = self.begins[:, None, :, None]
+        return decays.masked_fill(is_first, 0)
 
     def decays_in_chunks(self, chunk: int) -> "Decays | RowDecays":
         """Return the decays within chunks of so many tokens."""
@@ -112,7 +114,8 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
     if state is None:
         state = inputs.initial_state()
     outputs = []
-    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, inputs.decays_of_tokens())
+    decays = inputs.decays_of_tokens()
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decays)
     # Of each token: query, key and value [b, n, features], strength [b, n], decay [b, n, 1 or d].
     for query, key, value, strength, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]

@@ -50,9 +50,11 @@ def delta_rule_fault(
     """
     heads, _, _ = sizes
     drawn = _drawn_tokens(sizes, tokens)
-    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS))  # of a number for each head and token
+    length = min(tokens, MOST_TOKENS)
     rates = _rates(heads).unsqueeze(-1)
-    drawn["log_decay"] = -rates * _drawn(shape, seed=3).sigmoid()
+    # a number from 0 to 1 for each head and token
+    steps = _drawn((SAMPLES, heads, length), seed=3).sigmoid()
+    drawn["log_decay"] = -rates * steps
     return _delta_rule_difference(kernel, drawn, products)
 
 
@@ -63,10 +65,11 @@ def row_decay_rule_fault(
     right. sizes: as in `delta_rule_fault`."""
     heads, key_dim, _ = sizes
     drawn = _drawn_tokens(sizes, tokens)
-    # of a number for each head, token and row of a state
-    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS), key_dim)
+    length = min(tokens, MOST_TOKENS)
     rates = _rates(heads)[:, None, None]
-    drawn["log_decay"] = -rates * _drawn(shape, seed=3).sigmoid()
+    # a number from 0 to 1 for each head, token and row of a state
+    steps = _drawn((SAMPLES, heads, length, key_dim), seed=3).sigmoid()
+    drawn["log_decay"] = -rates * steps
     return _delta_rule_difference(kernel, drawn, products)
 
 
@@ -141,8 +144,9 @@ def convolution_fault(
     sizes: features, and the tokens that the convolution sees.
     """
     features, tokens_seen = sizes
+    length = min(tokens, MOST_TOKENS)
     drawn = {
-        "x": _drawn((min(tokens, MOST_TOKENS), SAMPLES, features), seed=0),
+        "x": _drawn((length, SAMPLES, features), seed=0),
         "weight": _drawn((features, tokens_seen), seed=1),
     }
 
@@ -164,7 +168,8 @@ def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     """Return normally distributed numbers in float64, the same for the same seed."""
     # drawn on the CPU: the same numbers on every device, and no state of a generator is changed
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers.to(DEVICE)
 
 
 def _difference(
@@ -179,14 +184,18 @@ def _difference(
     drawn: the inputs of both, in float64. They are rounded to the dtype of products first.
     """
     rounded = {name: x.to(products) for name, x in drawn.items()}
-    exact = _results(plain, {name: x.double() for name, x in rounded.items()})
+    exact_inputs = {name: x.double() for name, x in rounded.items()}
+    exact = _results(plain, exact_inputs)
     try:
-        computed = _results(by_kernel, {name: x.float() for name, x in rounded.items()})
+        # as the recurrence has its inputs, FP32; the kernel's caller rounds them again
+        inputs = {name: x.float() for name, x in rounded.items()}
+        computed = _results(by_kernel, inputs)
         # A kernel that has failed may be seen here: numbers are waited for.
         errors = {name: _relative_error(computed[name], result) for name, result in exact.items()}
     # Triton and compiled extensions raise errors of many kinds.
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        lines = str(error).splitlines()
+        reason = next(iter(lines), type(error).__name__)
         return f"fails ({reason}) on the GPU"
     for name, relative_error in errors.items():
         tolerance = TOLERANCE_OF_SUMS if name in SUMS else TOLERANCE
@@ -197,6 +206,7 @@ def _difference(
 
 
 def _relative_error(computed: Tensor, exact: Tensor) -> float:
+    """Return the norm of the error divided by that of the exact numbers; waits for the GPU."""
     error_norm = (computed.double() - exact).norm()
     return float(error_norm / exact.norm())
 
@@ -206,8 +216,8 @@ def _results(function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> d
     a drawn gradient of the outputs, under "the gradient of NAME"."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)
-    grad = _drawn(tuple(outputs.shape), seed=9).to(outputs.dtype)
-    gradients = torch.autograd.grad(outputs, [*leaves.values()], grad)
+    grad = _drawn(tuple(outputs.shape), seed=9)
+    gradients = torch.autograd.grad(outputs, [*leaves.values()], grad.to(outputs.dtype))
     results = {"outputs": outputs.detach()}
     for name, gradient in zip(leaves, gradients, strict=True):
         results[f"the gradient of {name}"] = gradient

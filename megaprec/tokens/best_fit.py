@@ -60,8 +60,7 @@ def best_fit(document_lengths: Integers, seq_length: int) -> PackedPieces:
     Takes time in n log n for n pieces, and about 100 bytes for each while it runs.
     """
     starts, lengths, continues, goes_on = _cut(document_lengths, seq_length)
-    as_begun = _assign(lengths, seq_length)
-    sample_of_piece = _in_file_order(as_begun)
+    sample_of_piece = _in_file_order(_assign(lengths, seq_length))
     # stable: pieces of a sample stay in the order of the file
     by_sample = np.argsort(sample_of_piece, kind="stable")
     pieces_of_sample = np.bincount(sample_of_piece)
@@ -84,11 +83,9 @@ def _in_file_order(sample_of_piece: Integers) -> Integers:
     num_samples = int(sample_of_piece.max()) + 1 if num_pieces else 0
     first_piece = np.full(num_samples, num_pieces, np.int64)  # of each sample
     # from the last piece to the first: of several writes the last one stays
-    numbers_of_pieces = np.arange(num_pieces)
-    first_piece[sample_of_piece[::-1]] = numbers_of_pieces[::-1]
+    first_piece[sample_of_piece[::-1]] = np.arange(num_pieces)[::-1]
     new_number = np.empty(num_samples, np.int64)
-    in_order = np.argsort(first_piece)
-    new_number[in_order] = np.arange(num_samples)
+    new_number[np.argsort(first_piece)] = np.arange(num_samples)
     return new_number[sample_of_piece]
 
 
@@ -107,9 +104,7 @@ def _cut(
     document_starts = np.cumsum(document_lengths) - document_lengths
     starts = document_starts[document_of_piece] + offset_in_document
     lengths = np.minimum(left_of_document, seq_length).astype(np.int32)
-    continues = number_in_document > 0
-    goes_on = left_of_document > seq_length
-    return starts, lengths, continues, goes_on
+    return starts, lengths, number_in_document > 0, left_of_document > seq_length
 
 
 def _assign(lengths: NDArray[np.int32], seq_length: int) -> Integers:
@@ -124,8 +119,7 @@ def _assign(lengths: NDArray[np.int32], seq_length: int) -> Integers:
     rooms = _Rooms()
     num_samples = 0
     placed = 0  # number of pieces that have a sample
-    lengths_that_occur = np.flatnonzero(pieces_by_length)
-    for length in lengths_that_occur[::-1].tolist():
+    for length in np.flatnonzero(pieces_by_length)[::-1].tolist():
         end = placed + int(pieces_by_length[length])  # of the pieces of this length
         while placed < end:
             # all samples with the least room that a piece of this length fits in
@@ -134,24 +128,21 @@ def _assign(lengths: NDArray[np.int32], seq_length: int) -> Integers:
             if not len(samples):  # begin as many samples as the remaining pieces need
                 room = seq_length
                 fitting = room // length
-                num_begun = -(-(end - placed) // fitting)  # rounded up
-                samples = np.arange(num_samples, num_samples + num_begun)
-                num_samples += num_begun
+                begun = -(-(end - placed) // fitting)  # rounded up
+                samples = np.arange(num_samples, num_samples + begun)
+                num_samples += begun
             # fill one of these samples after the other
-            num_places = len(samples) * fitting
-            count = min(end - placed, num_places)
+            count = min(end - placed, len(samples) * fitting)
             pieces = longest_first[placed : placed + count]
             sample_of_piece[pieces] = np.repeat(samples, fitting)[:count]
             placed += count
             # the last sample that took any piece may have taken fewer than fit
             num_full, rest = divmod(count, fitting)
-            room_of_full = room - fitting * length
-            rooms.put(samples[:num_full], room_of_full)
+            rooms.put(samples[:num_full], room - fitting * length)
             num_touched = num_full
             if rest:
+                rooms.put(samples[num_full : num_full + 1], room - rest * length)
                 num_touched += 1
-                room_of_last = room - rest * length
-                rooms.put(samples[num_full:num_touched], room_of_last)
             rooms.put(samples[num_touched:], room)
     return sample_of_piece
 
@@ -161,7 +152,7 @@ class _Rooms:
 
     def __init__(self) -> None:
         self._rooms: list[int] = []  # those of any sample, ascending
-        self._samples: dict[int, list[Integers]] = {}  # by their room, as they were put
+        self._samples: dict[int, list[Integers]] = {}
 
     def put(self, samples: Integers, room: int) -> None:
         """Add samples of equal room; those that are full are left out."""
@@ -179,7 +170,6 @@ class _Rooms:
         if index == len(self._rooms):
             return np.empty(0, np.int64), 0
         room = self._rooms.pop(index)
-        groups = self._samples.pop(room)
-        samples = np.concatenate(groups)
+        samples = np.concatenate(self._samples.pop(room))
         samples.sort()
         return samples, room

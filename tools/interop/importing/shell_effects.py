@@ -10,8 +10,8 @@ from tools.interop.importing.shell_expansions import WITH_DEFAULT
 from tools.interop.importing.shell_tokens import ODDITIES, Token, commands_of, written_of
 
 DECLARES = ("export", "declare", "typeset", "readonly", "local")
-HARMLESS_FLAGS = re.compile(r"-[xragA]+")  # they change no value of what is declared
-SETS_WITHIN = re.compile(r"=|\+\+|--")  # signs by which an expansion sets a variable
+HARMLESS_FLAGS = re.compile(r"-[xragA]+")
+SETS_WITHIN = re.compile(r"=|\+\+|--")
 
 
 def assignments_of(command: Sequence[Token], is_in_call: bool) -> list[Token]:
@@ -22,14 +22,11 @@ def assignments_of(command: Sequence[Token], is_in_call: bool) -> list[Token]:
     is_local_of_none = name == "local" and not is_in_call
     if name not in DECLARES or is_local_of_none:
         return [*command]
-    # a bare name is declared, and keeps its value
     words = [word for word in command[1:] if not word.text.isidentifier()]
-    without_flags = dropwhile(_is_harmless_flag, words)
-    return [*without_flags]
+    return [*dropwhile(_is_harmless_flag, words)]
 
 
 def _is_harmless_flag(word: Token) -> bool:
-    """Return True for flags of a declaration that change no value."""
     return HARMLESS_FLAGS.fullmatch(word.text) is not None
 
 
@@ -38,8 +35,7 @@ def makes_read_only(command: Sequence[Token]) -> bool:
     name = command[0].text
     if name not in ("declare", "typeset"):
         return name == "readonly"
-    flags = [word.text for word in command[1:] if _is_harmless_flag(word)]
-    return any("r" in flag for flag in flags)
+    return any(_is_harmless_flag(word) and "r" in word.text for word in command[1:])
 
 
 def name_before_sign(word: Token) -> str:
@@ -51,48 +47,39 @@ def name_before_sign(word: Token) -> str:
 def changes_own_arguments(command: Sequence[Token]) -> bool:
     """Return True for `shift`, and for `set` with words instead of options."""
     name = command[0].text
-    first_argument = written_of(command[1:2])
-    # behind `--` words are arguments, also those that begin with a sign
-    has_option = first_argument.startswith(("-", "+")) and first_argument != "--"
+    option = written_of(command[1:2])
+    has_option = option.startswith(("-", "+")) and option != "--"
     return name == "shift" or (name == "set" and not has_option)
 
 
 def oddities_that_may_set(command: Sequence[Token]) -> Iterator[str]:
     """Yield the expansions in a command that may set variables: not `${NAME:=...}`, which is
     followed."""
-    written = written_of(command)
-    for expansion in ODDITIES.findall(written):
-        is_followed = WITH_DEFAULT.fullmatch(expansion) is not None
-        # a command that is put in may do anything
-        may_set = not expansion.startswith("${") or SETS_WITHIN.search(expansion) is not None
+    for odd in ODDITIES.findall(written_of(command)):
+        is_followed = WITH_DEFAULT.fullmatch(odd) is not None
+        may_set = not odd.startswith("${") or SETS_WITHIN.search(odd) is not None
         if may_set and not is_followed:
-            yield expansion
+            yield odd
 
 
 def part_that_may_set(tokens: Sequence[Token]) -> str:
-    """Return the text of a statement that may set variables: its expansions, if its commands set
-    none, else all of it."""
+    """Return the text of a statement that may set variables."""
     written = written_of(tokens)
-    if not _sets_nothing(tokens):
-        return written
-    expansions = ODDITIES.findall(written)
-    return " ".join(expansions)
+    return " ".join(ODDITIES.findall(written)) if _sets_nothing(tokens) else written
 
 
 def _sets_nothing(tokens: Sequence[Token]) -> bool:
     """Return True for words that are printed and for conditions in brackets, in which only an
     expansion may set a variable."""
-    kinds = {token.kind for token in tokens}
-    if kinds - {"word", "redirect", "operator"}:
+    if {token.kind for token in tokens} - {"word", "redirect", "operator"}:
         return False
-    command_names = set[str]()
+    begins = list[str]()
     for command in commands_of(tokens):
         texts = [token.text for token in command]
-        # the command stands behind such a word
         if texts[0] in ("if", "elif", "!"):
             del texts[0]
-        command_names.add(next(iter(texts), ""))
-    return command_names <= {"echo", *TESTS}
+        begins.append(next(iter(texts), ""))
+    return set(begins) <= {"echo", *TESTS}
 
 
 def may_end_elsewhere(tokens: Sequence[Token], written: str) -> bool:

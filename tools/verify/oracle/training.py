@@ -60,9 +60,7 @@ def trained(
     run_sizes = sizes_of_steps(config.train, config.train.steps)
     # the schedule of rates is counted in samples or in steps
     in_samples = config.lr.unit == "samples"
-    length = config.train.steps
-    if in_samples:
-        length = sum(size.batch for size in run_sizes)
+    length = sum(size.batch for size in run_sizes) if in_samples else config.train.steps
     for number, batch in enumerate(_batches(config, plan)):
         completed = run_sizes[number].consumed if in_samples else number
         rate = rate_of(config.lr, completed, length)
@@ -71,8 +69,7 @@ def trained(
         optimizer.zero_grad()
         with model.computing():
             loss, z_loss = _mean_losses(config, model, batch)
-            weighted_z_loss = config.model.z_loss * z_loss
-            trained_loss = loss + weighted_z_loss + model.further_loss(batch)
+            trained_loss = loss + config.model.z_loss * z_loss + model.further_loss(batch)
             trained_loss.backward()  # type: ignore[no-untyped-call]
         gradients = _wide(model.gradients())
         assert gradients.keys() == tensors["before/weight"].keys()
@@ -81,8 +78,7 @@ def trained(
         optimizer.step()
         model.balance(config.model.router_correction_speed)
         tensors |= _states_after(number, config, model, optimizer, tensors)
-        step = {"loss": loss.item(), "grad_norm": norm, "lr": rate, "outcome": "applied"}
-        steps.append(step)
+        steps.append({"loss": loss.item(), "grad_norm": norm, "lr": rate, "outcome": "applied"})
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
@@ -108,23 +104,22 @@ def _states_after(
         states[f"after/{number}/{kind}"] = {name: moments[name] for name in trained_names}
     decay = config.optimizer.ema
     if decay:
-        # the average begins with the initial weights
         before = earlier.get(f"after/{number - 1}/ema", earlier["before/weight"])
-        averages: Tensors = {}
-        for name, values in weights.items():
-            averages[name] = decay * before[name] + (1 - decay) * values
+        averages = {
+            name: decay * before[name] + (1 - decay) * values for name, values in weights.items()
+        }
         states[f"after/{number}/ema"] = averages
     return states
 
 
 def _never_trained(model: ModelConfig, beside: Tensors) -> Tensors:
     """Return the weights that no run trains, as they begin, in the dtype of those beside them."""
-    first = next(iter(beside.values()))
-    weights: Tensors = {}
-    for name, shape in logical_shapes(model).items():
-        if is_never_trained(name):
-            weights[name] = torch.ones(shape, dtype=first.dtype)
-    return weights
+    dtype = next(iter(beside.values())).dtype
+    return {
+        name: torch.ones(shape, dtype=dtype)
+        for name, shape in logical_shapes(model).items()
+        if is_never_trained(name)
+    }
 
 
 def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -133,27 +128,22 @@ def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _factors(config: RunConfig, name: str, values: Tensor) -> tuple[float, float]:
-    """Return the factors of learning rate and weight decay of a logical tensor: those of the first
-    group that matches its name, and no decay of a vector unless the group says so."""
+    """Return the factors of learning rate and weight decay of a logical tensor."""
     is_matrix = values.dim() >= 2
     for group in config.optimizer.groups:
         if fnmatchcase(name, group.pattern):
             lr = 1.0 if group.lr is None else group.lr
             decay = 1.0 if group.weight_decay is None else group.weight_decay
-            if not is_matrix and not group.all_dims:
-                decay = 0.0
-            return lr, decay
+            return lr, decay if is_matrix or group.all_dims else 0.0
     return 1.0, float(is_matrix)
 
 
 def _groups(
     config: RunConfig, model: OracleModel, factors: Mapping[str, tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """Return the groups of parameters of torch's optimizer, one for each pair of factors of
-    learning rate and weight decay. factors: by logical name."""
+    """Return the groups of parameters of torch's optimizer."""
     groups: list[dict[str, Any]] = []
-    parameters_by_factors = model.parameters_by_factors(factors)
-    for (rate, decay), parameters in parameters_by_factors.items():
+    for (rate, decay), parameters in model.parameters_by_factors(factors).items():
         weight_decay = config.optimizer.weight_decay * decay
         groups.append({"params": parameters, "factor": rate, "weight_decay": weight_decay})
     return groups
@@ -176,9 +166,7 @@ def _mean_losses(
     total = torch.zeros((), dtype=model.dtype)
     z_total = torch.zeros((), dtype=model.dtype)
     for rows, columns in _pieces(config, batch):
-        tokens = batch.tokens[rows, columns]
-        positions = batch.positions[rows, columns]
-        logits = model.logits(tokens, positions)
+        logits = model.logits(batch.tokens[rows, columns], batch.positions[rows, columns])
         targets = batch.targets[rows, columns].flatten()
         rows_of_logits = logits.flatten(0, 1)
         losses = F.cross_entropy(rows_of_logits, targets, reduction="none")
@@ -201,9 +189,8 @@ def _pieces(config: RunConfig, batch: OracleBatch) -> Iterator[tuple[slice, slic
         _, lengths = batch.documents[sample].unique_consecutive(return_counts=True)
         begin = 0
         for document_length in lengths.tolist():
-            end = begin + document_length
-            yield slice(sample, sample + 1), slice(begin, end)
-            begin = end
+            yield slice(sample, sample + 1), slice(begin, begin + document_length)
+            begin += document_length
 
 
 def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
@@ -213,8 +200,7 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
     # In a small run some targets do not count, by a mask, as in the run that is compared.
     samples = RecordedSamples(corpus.train, masked=plan.small)
     (dataset,) = corpus.datasets
-    document_lengths = dataset.document_lengths()
-    row_of = _rows(config, document_lengths)
+    row_of = _rows(config, dataset.document_lengths())
     for size in sizes_of_steps(config.train, plan.steps):
         chosen = samples.batch(size.consumed, size.batch)
         ids = chosen.ids.tolist()
@@ -226,8 +212,7 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
             counts = counts * chosen.mask
         if config.data.eod_mask_loss:
             # the first token of a document is no target, whatever the run's mask says of it
-            is_within_document = documents[:, 1:] == documents[:, :-1]
-            counts = counts * is_within_document
+            counts = counts * (documents[:, 1:] == documents[:, :-1])
         # with train.seq_schedule each sample is cut into sequences that follow each other
         tokens = windows[:, :-1].reshape(-1, size.length)
         targets = windows[:, 1:].reshape(-1, size.length)
@@ -274,21 +259,15 @@ def _held_at(consumed: int, changes: Iterable[tuple[int, int]], constant: int) -
 def _rows(config: RunConfig, document_lengths: Any) -> Callable[[int], PlainRow]:
     """Return a function that gives the row of a sample, by its number."""
     (source,) = config.data.sources
-    stored_tokens = np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE)
-    stream = torch.from_numpy(stored_tokens.astype(np.int64))
+    stream = torch.from_numpy(np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE).astype(np.int64))
     length = config.train.seq_length
     if config.data.pack != "none":
-        packed = packed_rows(stream, document_lengths.tolist(), length)
-        return packed.__getitem__
-    # of each token of the stream
+        return packed_rows(stream, document_lengths.tolist(), length).__getitem__
     document_of = torch.repeat_interleave(torch.from_numpy(document_lengths))
-    # random windows are numbered by their first token, others follow each other
     stride = 1 if config.data.windows == "random" else length
 
     def window(sample: int) -> PlainRow:
-        """Return the tokens of a sample and the target of its last one; all targets count."""
-        begin = sample * stride
-        cut = slice(begin, begin + length + 1)
+        cut = slice(sample * stride, sample * stride + length + 1)
         return PlainRow(stream[cut], document_of[cut], torch.ones(length))
 
     return window
@@ -300,6 +279,5 @@ def _within_documents(documents: Tensor) -> Tensor:
     is_first = documents != documents.roll(1, 1)
     is_first[:, 0] = True
     # the place of the newest first token up to each token
-    places_of_first_tokens = places * is_first
-    begin_of_document = places_of_first_tokens.cummax(1).values
+    begin_of_document = (places * is_first).cummax(1).values
     return places - begin_of_document

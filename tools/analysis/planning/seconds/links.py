@@ -31,12 +31,10 @@ def link_of(inner: int, ranks: int, assumed: Assumptions) -> Link:
     next."""
     machine = assumed.machine
     if ranks == 1 or inner * ranks <= machine:
-        hops_within = ranks - 1
-        return Link(assumed.fast * 1e9, hops_within * assumed.hop)
+        return Link(assumed.fast * 1e9, (ranks - 1) * assumed.hop)
     ranks_in_machine = max(1, machine // inner)
-    # by the cards of all of them, and no faster than within the machine
     bandwidth = min(assumed.fast, ranks_in_machine * assumed.slow)
-    machines = -(-ranks // ranks_in_machine)  # rounded up
+    machines = -(-ranks // ranks_in_machine)
     # first within each machine, then between machines
     hops = ranks_in_machine - 1 + machines - 1
     return Link(bandwidth * 1e9, hops * assumed.hop)
@@ -57,8 +55,7 @@ def axis_links(config: RunConfig, assumed: Assumptions) -> dict[str, Link]:
     }
     # a ring sends from neighbour to neighbour, so between machines over one card
     if config.engine_options.ring and sequence_ranks > assumed.machine:
-        latency = links["cp"].latency
-        links["cp"] = Link(assumed.slow * 1e9, latency)
+        links["cp"] = Link(assumed.slow * 1e9, links["cp"].latency)
     if replica_ranks * parallel.pipeline <= assumed.machine:
         links["pp"] = Link(assumed.fast * 1e9)
     return links
@@ -73,18 +70,17 @@ def _expert_link(config: RunConfig, assumed: Assumptions) -> Link:
     slices = expert_slices(parallel)
     # the other groups of experts, and the groups of a machine; a group is on `slices` ranks
     others = parallel.expert - 1
-    total_ranks = parallel.expert * slices
     in_machine = max(1, assumed.machine // slices)
     latency = others * assumed.hop
-    if parallel.expert == 1 or total_ranks <= assumed.machine:
+    if parallel.expert == 1 or parallel.expert * slices <= assumed.machine:
         return Link(assumed.fast * 1e9, latency)
     share_within = min(in_machine - 1, others) / others
     share_between = 1 - share_within
     if assumed.rows_once:
         # a row goes to each machine once, however many of the token's experts are there
         machines = parallel.expert / in_machine
-        machines_reached = machines_of_token(config.model, machines)
-        share_between *= machines_reached / config.model.experts_per_token
+        experts_per_token = config.model.experts_per_token
+        share_between *= machines_of_token(config.model, machines) / experts_per_token
     seconds_of_byte = share_within / assumed.fast + share_between / assumed.slow
     return Link(1e9 / seconds_of_byte, latency)
 
@@ -99,9 +95,8 @@ def machines_of_token(model: ModelConfig, machines: float) -> float:
     groups_per_token = model.router.groups_per_token
     # a machine has whole groups, or a part of one
     groups_of_machine = max(1, round(groups / machines))
-    all_ways = comb(groups, groups_per_token)
     ways_without_machine = comb(groups - groups_of_machine, groups_per_token)
-    share_with_group = 1 - ways_without_machine / all_ways
+    share_with_group = 1 - ways_without_machine / comb(groups, groups_per_token)
     # parts of groups are rounded to whole ones, and no token goes to less than one machine
     reached = max(1.0, machines * share_with_group)
     # of the reached machines, the mean number that have one of the token's experts

@@ -28,8 +28,7 @@ def bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: flo
 def local_tokens(config: RunConfig) -> int:
     """Return the tokens of a micro-batch that a context-parallel rank has."""
     train = config.train
-    tokens_of_sequence = train.seq_length // config.parallel.context
-    return tokens_of_sequence * train.micro_batch
+    return train.seq_length // config.parallel.context * train.micro_batch
 
 
 def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -46,13 +45,11 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     layers = len(cut.layers)
     # a gather or a scatter of one activation
     activation = local_tokens(config) * model.hidden * config.plan.compute.itemsize
-    # of which a rank has its own part already
     transfer = activation * (1 - 1 / parallel.tensor)
     num_expert_layers = expert_layers(config, cost)
     # layers that sum nothing over tp
     unsummed = 0
-    has_whole_experts = expert_slices(parallel) == 1
-    if parallel.sequence and has_whole_experts and not model.shared_experts:
+    if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = num_expert_layers
     # of each branch of a layer a gather and a scatter, or an all-reduce, which is both
     branches = model.over_layers(lambda kind: kind.branches, cut.layers)
@@ -98,8 +95,8 @@ def _end_bytes(parallel: Parallel, transfer: float, summed: bool, gathered: bool
 
 def expert_layers(config: RunConfig, cost: StageCost) -> int:
     """Return how many layers of a stage have experts."""
-    layers_with_experts = {*config.model.expert_layers}
-    return sum(layer in layers_with_experts for layer in cost.cut.layers)
+    with_experts = {*config.model.expert_layers}
+    return sum(layer in with_experts for layer in cost.cut.layers)
 
 
 def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -119,8 +116,7 @@ def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # there and back, but for the experts of the rank itself
     forward = 2 * rows * row_bytes * (1 - 1 / parallel.expert)
     recomputed = config.recompute.count_whole_layers(layers) / layers
-    input_gradient = forward * (1 + recomputed)
-    return bytes_of(op, forward, input_gradient)
+    return bytes_of(op, forward, forward * (1 + recomputed))
 
 
 def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -140,9 +136,7 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
 
     def features(kind: ModelConfig) -> int:
         """Return the features of keys and values of a layer on a rank."""
-        # of fewer heads than ranks each rank has a copy of one
-        kv_heads = max(1, kind.kv_heads // parallel.tensor)
-        return 2 * kv_heads * kind.head_dim
+        return 2 * max(1, kind.kv_heads // parallel.tensor) * kind.head_dim
 
     # elements of keys and values, of all layers
     elements = model.over_layers(features, layers) * local_tokens(config)
@@ -152,12 +146,11 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     gradients = elements * torch.float32.itemsize * gradient_hops
     recomputed_passes = _passes_again(config, len(cost.cut.layers))
     passes = 1 + recomputed_passes
-    exchanged = 0.0  # in layers with a recurrent state
-    for kind, count in model.count_kinds(cost.cut.layers):
-        exchanged += count * _exchanged_bytes(config, kind)
-    forward = sent + exchanged
-    input_gradient = passes * sent + gradients + passes * exchanged
-    return bytes_of(op, forward, input_gradient)
+    input_gradient = passes * sent + gradients
+    exchanged = sum(
+        count * _exchanged_bytes(config, kind) for kind, count in model.count_kinds(cost.cut.layers)
+    )
+    return bytes_of(op, sent + exchanged, input_gradient + passes * exchanged)
 
 
 def _passes_again(config: RunConfig, layers: int) -> float:
@@ -183,15 +176,13 @@ def _exchanged_bytes(config: RunConfig, kind: ModelConfig) -> float:
     elif mixer := kind.mamba:
         groups = max(mixer.groups, ranks)
         values = mixer.width
-        keys_and_queries = 2 * groups * mixer.state_dim
-        read = keys_and_queries + values + mixer.heads
+        read = 2 * groups * mixer.state_dim + values + mixer.heads
     else:
         return 0.0
     # what is read in the dtype of products, and the results in the sensitive one
-    plan = config.plan
-    bytes_of_token = read * plan.compute.itemsize + values * plan.sensitive.itemsize
+    of_token = read * config.plan.compute.itemsize + values * config.plan.sensitive.itemsize
     kept = 1 / parallel.context
-    return (1 - kept) * bytes_of_token / parallel.tensor * local_tokens(config)
+    return (1 - kept) * of_token / parallel.tensor * local_tokens(config)
 
 
 def whole_gradients(config: RunConfig, held: float) -> float:
@@ -200,9 +191,8 @@ def whole_gradients(config: RunConfig, held: float) -> float:
     if not config.parallel.shards_gradients:
         return held
     expert_elements, other_elements = elements_of_pipeline(config)
-    kept_of_experts = expert_elements / replicas_sharing_state(config.parallel)
-    kept_of_others = other_elements / sharding_of(config).zero
-    kept_elements = kept_of_experts + kept_of_others
+    of_experts = expert_elements / replicas_sharing_state(config.parallel)
+    kept_elements = of_experts + other_elements / sharding_of(config).zero
     return held * (expert_elements + other_elements) / kept_elements
 
 
@@ -231,31 +221,26 @@ def kept_layers(config: RunConfig) -> float:
         return parallel.keep_layers
     expert_elements, other_elements = elements_of_pipeline(config)
     at_ends = end_parameters(config.sized_model) / parallel.tensor
-    elements_of_layer = (expert_elements + other_elements - at_ends) / config.model.layers
-    bytes_of_layer = elements_of_layer * weight_itemsize(config)
-    return parallel.keep_bytes // bytes_of_layer
+    elements = (expert_elements + other_elements - at_ends) / config.model.layers
+    return parallel.keep_bytes // (elements * weight_itemsize(config))
 
 
 def layer_gathers(config: RunConfig) -> float:
     """Return how often a step gathers the weights of a layer under ZeRO-3, on average: twice in
     each micro-batch, or once if they are kept."""
-    # the fraction of the layers that stay whole, over all ranks of the pipeline
     kept = min(1.0, kept_layers(config) * config.parallel.pipeline / config.model.layers)
     return kept + (1 - kept) * 2 * config.num_microbatches
 
 
 def _weight_gathers(config: RunConfig) -> tuple[float, float]:
-    """Return how often a step gathers the weights of experts, and others, on average: once without
-    ZeRO-3."""
+    """Return how often a step gathers the weights of experts, and others, on average."""
     if not config.parallel.shards_weights:
         return 1.0, 1.0
     model = config.sized_model
     of_layers = layer_gathers(config)
     # embedding and head are gathered for one pass, or stay until the other
-    other_parameters = num_parameters(model) - expert_parameters(model)
-    at_ends = end_parameters(model) / other_parameters
-    of_others = of_layers + at_ends * (config.num_microbatches - of_layers)
-    return of_layers, of_others
+    at_ends = end_parameters(model) / (num_parameters(model) - expert_parameters(model))
+    return of_layers, of_layers + at_ends * (config.num_microbatches - of_layers)
 
 
 def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
@@ -283,8 +268,7 @@ def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
     for share, gathers, replicas, sharers in parts:
         transfers = 1 if sharers == replicas else 2  # a reduce-scatter, or an all-reduce
         of_gradients = transfers * (1 - 1 / replicas) * travelling
-        of_weights = gathers * (1 - 1 / sharers) * weights
-        sent += share * (of_gradients + of_weights)
+        sent += share * (of_gradients + gathers * (1 - 1 / sharers) * weights)
     return sent
 
 
@@ -293,7 +277,7 @@ def elements_of_pipeline(config: RunConfig) -> tuple[float, float]:
     together."""
     parallel = config.parallel
     model = config.sized_model
-    of_all_experts = expert_parameters(model)
-    of_all_others = num_parameters(model) - of_all_experts
-    ranks_of_experts = parallel.expert * expert_slices(parallel)
-    return of_all_experts / ranks_of_experts, of_all_others / parallel.tensor
+    return (
+        expert_parameters(model) / (parallel.expert * expert_slices(parallel)),
+        (num_parameters(model) - expert_parameters(model)) / parallel.tensor,
+    )

@@ -30,8 +30,9 @@ class Routing:
 
     @property
     def counts(self) -> Tensor:
-        """Return how many tokens each expert was given."""
-        return self.chosen.flatten(0, -2).sum(0)
+        """Return how many tokens each expert was given: int64 [experts]."""
+        chosen_by_token = self.chosen.flatten(0, -2)
+        return chosen_by_token.sum(0)
 
     @property
     def balance(self) -> Tensor:
@@ -43,13 +44,15 @@ class Routing:
         shares = of_experts / of_samples[:, None]
         means = self.probabilities.mean(1)
         products = shares * means
-        return products.sum(-1).mean() * num_experts
+        of_each_sample = products.sum(-1)
+        # 1 if all experts are chosen equally often
+        return of_each_sample.mean() * num_experts
 
     @property
     def z(self) -> Tensor:
         """Return the mean of the squares of the logs of the sums of exponentials of the logits."""
-        sizes = self.logits.logsumexp(-1)
-        return sizes.square().mean()
+        log_sums = self.logits.logsumexp(-1)
+        return log_sums.square().mean()
 
 
 def router_loss(config: ModelConfig, routings: Sequence[Routing]) -> Tensor:
@@ -63,10 +66,12 @@ def router_loss(config: ModelConfig, routings: Sequence[Routing]) -> Tensor:
 
 
 def mlp(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """Return what a feed-forward makes of x."""
+    """Return what a feed-forward makes of x [b, s, hidden], of the same shape."""
     up = linear(weights, f"{name}.up", x)
     gate = linear(weights, f"{name}.gate", x) if config.gated else None
-    inner = _xielu(weights, name, up) if config.mlp == "xielu" else _activated(config, up, gate)
+    # the one activation that has weights
+    is_xielu = config.mlp == "xielu"
+    inner = _xielu(weights, name, up) if is_xielu else _activated(config, up, gate)
     return linear(weights, f"{name}.down", inner)
 
 
@@ -95,6 +100,7 @@ def _xielu(weights: Weights, name: str, up: Tensor) -> Tensor:
 
 
 def _unknown(config: ModelConfig) -> UserError:
+    """Return the error about an activation that the plain decoder does not have."""
     return UserError.of("parity.oracle_activation", mlp=config.mlp)
 
 
@@ -111,13 +117,16 @@ def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
     up = up.clamp(-limit, limit)
     scaled = config.swiglu_alpha * gate
     opening = scaled.sigmoid()
-    return (up + 1) * gate * opening
+    # as gpt-oss has it, from one on
+    shifted_up = up + 1
+    return shifted_up * gate * opening
 
 
 def experts(
     config: ModelConfig, weights: Weights, name: str, x: Tensor, routings: list[Routing]
 ) -> Tensor:
-    """Return what experts make of x [b, s, hidden]. routings: receives that of this router."""
+    """Return what experts make of x [b, s, hidden], of the same shape. routings: receives the
+    choice of this router."""
     logits = linear(weights, f"{name}.router", x)
     by_softmax = config.router.score == "softmax"
     scores = logits.softmax(-1) if by_softmax else logits.sigmoid()

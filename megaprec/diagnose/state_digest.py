@@ -59,7 +59,7 @@ class StateDigest:
         # zeros where this rank has nothing of a tensor: all ranks sum one table
         nothing = _zero_terms(device)
         rows = [local.get(tensor_name, nothing) for tensor_name in self._names]
-        table = torch.stack(rows)
+        table = torch.stack(rows)  # [names, 2]
         sums = world.sum_(table).cpu()
         digests: Digests = {}
         for tensor_name, sums_of_name in zip(self._names, sums, strict=True):
@@ -87,7 +87,8 @@ class StateDigest:
         start = span.start - piece.start
         for kind, values in _state_of(buffer, span):
             if self._has(kind):
-                yield f"{kind}/{part.name}", digest_terms(values, part, start)
+                terms = digest_terms(values, part, start)
+                yield f"{kind}/{part.name}", terms
 
     def _no_terms(self, buffer: Buffer, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""

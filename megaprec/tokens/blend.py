@@ -71,16 +71,19 @@ class _Mixture:
 
         positions: int64, an array or a number, as are the results.
         """
-        periods, positions_in_period = np.divmod(positions - self.begin, len(self._pattern))
+        since_begin = positions - self.begin
+        periods, positions_in_period = np.divmod(since_begin, len(self._pattern))
         parts = self._pattern[positions_in_period]
+        before_stretch = self._taken[parts]
         in_earlier_periods = periods * self._samples_of_period[parts]
         earlier_in_period = self._num_earlier[positions_in_period]
-        numbers = self._taken[parts] + in_earlier_periods + earlier_in_period
+        numbers = before_stretch + in_earlier_periods + earlier_in_period
         return parts, numbers
 
     def taken_before(self, position: int) -> list[int]:
         """Return how many samples each data set has given before a position of this stretch."""
-        periods, remainder = divmod(position - self.begin, len(self._pattern))
+        since_begin = position - self.begin
+        periods, remainder = divmod(since_begin, len(self._pattern))
         last_period = self._pattern[:remainder]
         of_last_period = np.bincount(last_period, minlength=len(self._taken))
         of_full_periods = periods * self._samples_of_period
@@ -108,9 +111,11 @@ class Blend:
         self._names = names
         # of all samples, held-out ones too: an id stays the same whatever is held out
         total_ids = [samples.total_ids for samples in parts]
-        self._id_offsets = np.concatenate(([0], np.cumsum(total_ids)))
+        ids_so_far = np.cumsum(total_ids)
+        self._id_offsets = np.concatenate(([0], ids_so_far))
         self._mixtures = [_Mixture(stretch) for stretch in stretches]
-        self._begins = np.array([stretch.begin for stretch in stretches], dtype=np.int64)
+        begins = [stretch.begin for stretch in stretches]
+        self._begins = np.array(begins, dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""

@@ -42,7 +42,10 @@ SLOWEST_DECAY = 0.01
 
 
 def delta_rule_fault(
-    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    tokens: int,
+    products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel of the gated delta rule; "" if it is right.
 
@@ -77,7 +80,8 @@ def _drawn_tokens(sizes: tuple[int, ...], tokens: int) -> dict[str, Tensor]:
     """Return drawn queries and keys of length 1, values and strengths of the gated delta rule, as
     `DeltaInputs` names them. Seed 3 is left to the decays, which the callers add."""
     heads, key_dim, value_dim = sizes
-    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS))
+    length = min(tokens, MOST_TOKENS)
+    shape = (SAMPLES, heads, length)
     query = _drawn((*shape, key_dim), seed=0)
     key = _drawn((*shape, key_dim), seed=1)
     return {
@@ -97,18 +101,23 @@ def _delta_rule_difference(
     """
 
     def plain(**inputs: Tensor) -> Tensor:
-        outputs, _ = delta_rule.chunked(DeltaInputs(**inputs))
+        given = DeltaInputs(**inputs)
+        outputs, _ = delta_rule.chunked(given)
         return outputs
 
     def by_kernel(**inputs: Tensor) -> Tensor:
-        outputs, _ = kernel_calls.delta_rule(kernel, DeltaInputs(**inputs), None, products)
+        given = DeltaInputs(**inputs)
+        outputs, _ = kernel_calls.delta_rule(kernel, given, None, products)
         return outputs
 
     return _difference(by_kernel, plain, drawn, products)
 
 
 def state_space_fault(
-    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    tokens: int,
+    products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel of the recurrence of Mamba-2; "" if it is right.
 
@@ -117,27 +126,34 @@ def state_space_fault(
     groups, heads, key_dim, value_dim = sizes
     length = min(tokens, MOST_TOKENS)
     key_shape = (SAMPLES, groups, length, key_dim)
+    value_shape = (SAMPLES, heads, length, value_dim)
+    step_shape = (SAMPLES, heads, length)
     drawn = {
         "query": _drawn(key_shape, seed=0),
         "key": _drawn(key_shape, seed=1),
-        "value": _drawn((SAMPLES, heads, length, value_dim), seed=2),
-        "step": _drawn((SAMPLES, heads, length), seed=3).sigmoid(),
+        "value": _drawn(value_shape, seed=2),
+        "step": _drawn(step_shape, seed=3).sigmoid(),
         "rate": _rates(heads),
     }
 
     def plain(**inputs: Tensor) -> Tensor:
-        outputs, _ = state_space.chunked(StateSpaceInputs(**inputs))
+        given = StateSpaceInputs(**inputs)
+        outputs, _ = state_space.chunked(given)
         return outputs
 
     def by_kernel(**inputs: Tensor) -> Tensor:
-        outputs, _ = kernel_calls.state_space(kernel, StateSpaceInputs(**inputs), None, products)
+        given = StateSpaceInputs(**inputs)
+        outputs, _ = kernel_calls.state_space(kernel, given, None, products)
         return outputs
 
     return _difference(by_kernel, plain, drawn, products)
 
 
 def convolution_fault(
-    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    tokens: int,
+    products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel of the convolution and its SiLU; "" if it is right.
 

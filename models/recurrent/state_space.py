@@ -93,10 +93,8 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
         key_column = key.unsqueeze(-1)
         value_row = value.unsqueeze(-2)  # [b, n, 1, v]
         added = key_column * value_row  # k_t v_t' [b, n, d, v]
-        decayed = state * decay[:, :, None, None]  # a_t S_(t-1)
-        state = decayed + added  # S_t
-        read = state * query_column
-        output = read.sum(-2)  # o_t [b, n, v]
+        state = state * decay[:, :, None, None] + added  # S_t
+        output = (state * query_column).sum(-2)  # o_t [b, n, v]
         outputs.append(output)
     return torch.stack(outputs, 2), state
 

@@ -60,7 +60,9 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     head_speed = speed
     if has_misaligned_head(config):
         head_speed = speed / assumed.misaligned
-    head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
+    head_flops = 0.0
+    if cost.cut.last:
+        head_flops = tokens * _head_flops(model)
     layer_flops = cost.forward - cost.attention - cost.experts - head_flops
     # seconds of the products of one pass, of the experts and of all others
     others_seconds = of_layers(layer_flops) + head_flops / head_speed
@@ -87,7 +89,10 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     recomputed_seconds = of_layers(recomputed_layers)
     recomputed_seconds += of_layers(cost.recomputed_experts) / expert_speed
     return ProductSeconds(
-        forward=one_pass, input=one_pass, weight=weight, recomputed=max(0.0, recomputed_seconds)
+        forward=one_pass,
+        input=one_pass,
+        weight=weight,
+        recomputed=max(0.0, recomputed_seconds),
     )
 
 
@@ -134,4 +139,5 @@ def has_misaligned_head(config: RunConfig) -> bool:
 
 def _head_flops(model: ModelConfig) -> int:
     """Return the forward FLOPs of all output heads, per token."""
-    return (1 + model.mtp_layers) * model.head_flops()
+    heads = 1 + model.mtp_layers  # one for each module of multi-token prediction
+    return heads * model.head_flops()

@@ -55,8 +55,10 @@ def largest_logits(query: Tensor, key: Tensor, inputs: KernelInputs) -> Tensor:
     largest_products = query.new_full((heads,), -torch.inf, dtype=torch.float64)
     # Queries are grouped by their head of key, so that no key is copied.
     groups = key.shape[1]
-    queries = _for_products(query).unflatten(1, (groups, -1))  # [b, groups, n / groups, s, d]
-    keys = _for_products(key).unsqueeze(2).mT  # [b, groups, 1, d, s]
+    queries = _for_products(query)
+    queries = queries.unflatten(1, (groups, -1))  # [b, groups, n / groups, s, d]
+    keys = _for_products(key)
+    keys = keys.unsqueeze(2).mT  # [b, groups, 1, d, s]
     for first in range(0, length, rows_of_block):
         stop = min(first + rows_of_block, length)
         # no row attends to a token after the last row of the block
@@ -64,7 +66,8 @@ def largest_logits(query: Tensor, key: Tensor, inputs: KernelInputs) -> Tensor:
         by_head = products.flatten(1, 2)  # [b, n, rows, columns]
         attends = _attends(inputs, first, stop, query.device)
         by_head.masked_fill_(~attends, -torch.inf)
-        largest_of_block = by_head.amax((0, 2, 3)).double()
+        largest_of_block = by_head.amax((0, 2, 3))  # [n]
+        largest_of_block = largest_of_block.double()
         torch.maximum(largest_products, largest_of_block, out=largest_products)
     factor = inputs.config.attention_scalar**-0.5
     return largest_products * factor

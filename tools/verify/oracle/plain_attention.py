@@ -17,8 +17,8 @@ Heads = tuple[Tensor, Tensor, Tensor]
 def attention(
     config: ModelConfig, weights: Weights, layer: int, x: Tensor, positions: Tensor
 ) -> Tensor:
-    """Return what attention of layer n makes of x [b, s, hidden], of the same shape. positions:
-    int64 [b, s]."""
+    """Return what the attention of a layer makes of x [b, s, hidden], of the same shape.
+    positions: int64 [b, s]."""
     b, s, _ = x.shape
     name = f"layers.{layer}.attention"
     window = _window(config, layer)
@@ -67,7 +67,7 @@ def _with_global_heads(config: ModelConfig) -> ModelConfig:
 
 
 def _window(config: ModelConfig, layer: int) -> int:
-    """Return how many tokens layer n sees, itself among them; 0: all before it."""
+    """Return how many tokens a token of a layer sees, itself among them; 0: all before it too."""
     with_window = config.window_layers or range(config.layers)
     return config.window if layer in with_window else 0
 
@@ -76,15 +76,16 @@ def _unseen(s: int, window: int) -> Tensor:
     """Return True where a token [s, 1] does not see another [1, s]: a later one, or one that is
     outside of the window."""
     places = torch.arange(s)
-    ago = places[:, None] - places
-    is_later = ago < 0
-    is_outside = ago >= (window or s)
+    tokens_ago = places[:, None] - places
+    is_later = tokens_ago < 0
+    num_seen = window or s
+    is_outside = tokens_ago >= num_seen
     return is_later | is_outside
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the weights of scores [b, n, s, s] beside one more logit of each head, which has no
-    value."""
+    """Return the weights of scores [b, n, s, s], which are fewer than one in sum: one more logit of
+    each head, its sink, takes part in the softmax and has no value."""
     b, _, s, _ = scores.shape
     sinks = sinks.view(-1, 1, 1)
     sinks = sinks.expand(b, -1, s, 1)
@@ -155,8 +156,10 @@ def _from_latents(config: ModelConfig, weights: Weights, name: str, x: Tensor) -
         query = linear(weights, f"{name}.query_up", latent)
     else:
         query = linear(weights, f"{name}.query", x)
-    unrotated = linear(weights, f"{name}.key_up", _latent(config, weights, f"{name}.key_value", x))
-    value = linear(weights, f"{name}.value_up", _latent(config, weights, f"{name}.key_value", x))
+    latent_of_keys = _latent(config, weights, f"{name}.key_value", x)
+    unrotated = linear(weights, f"{name}.key_up", latent_of_keys)
+    latent_of_values = _latent(config, weights, f"{name}.key_value", x)
+    value = linear(weights, f"{name}.value_up", latent_of_values)
     query = _in_heads(query, config.heads)
     unrotated = _in_heads(unrotated, config.heads)
     value = _in_heads(value, config.heads)

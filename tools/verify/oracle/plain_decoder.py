@@ -135,7 +135,7 @@ def _layer(
     positions: Tensor,
     routings: list[Routing],
 ) -> Tensor:
-    """Return what layer n makes of the residual stream x [b, s, hidden]: x and what its attention
+    """Return what a layer makes of the residual stream x [b, s, hidden]: x and what its attention
     and its feed-forward add, or its one branch with `hybrid_pattern`."""
     name = f"layers.{layer}"
     if config.hybrid_pattern:

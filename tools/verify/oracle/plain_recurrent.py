@@ -120,7 +120,7 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
 def mamba(
     config: ModelConfig, weights: Weights, layer: int, x: Tensor, positions: Tensor
 ) -> Tensor:
-    """Return what the Mamba-2 mixer of layer n makes of x [b, s, hidden], of the same shape. It
+    """Return what the Mamba-2 mixer of a layer makes of x [b, s, hidden], of the same shape. It
     knows no positions."""
     sizes = config.mamba
     b, s, _ = x.shape

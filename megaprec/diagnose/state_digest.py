@@ -92,9 +92,11 @@ class StateDigest:
 
     def _no_terms(self, buffer: Buffer, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
+        device = self._optimizer.device
         for kind in buffer.saved_names:
             if self._has(kind):
-                yield f"{kind}/{piece.part.name}", _zero_terms(self._optimizer.device)
+                nothing = _zero_terms(device)
+                yield f"{kind}/{piece.part.name}", nothing
 
     def _has(self, kind: str) -> bool:
         """Return True for a kind of state that is digested."""
@@ -120,7 +122,8 @@ class StateDigest:
             part = Part(tensor_name, shape, 0, num_rows, replica_axis.rank)
             if not counts:
                 scale_row = scale_row[:0]  # the name is there, with terms of zero
-            yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
+            terms = digest_terms(scale_row, part, 0)
+            yield f"fp8/{tensor_name}", terms
 
 
 def masters_of(buffer: Buffer, span: range) -> Tensor:
@@ -129,12 +132,14 @@ def masters_of(buffer: Buffer, span: range) -> Tensor:
     shard_start = span.start - buffer.start
     shard_stop = span.stop - buffer.start
     if buffer.masters is not None:
-        return buffer.to_device(buffer.masters[shard_start:shard_stop])
+        masters = buffer.masters[shard_start:shard_stop]
+        return buffer.to_device(masters)
     # masters that are stored as weights and their lower bits: all elements in one tile
     num_elements = shard_stop - shard_start
     tiles = buffer.tiles(shard_start, shard_stop, num_elements)
     on_device = buffer.on_device(tiles, written=())
-    return torch.cat([tile.wide_masters() for tile in on_device])
+    joined_masters = [tile.wide_masters() for tile in on_device]
+    return torch.cat(joined_masters)
 
 
 def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
@@ -144,10 +149,13 @@ def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
     shard_stop = span.stop - buffer.start
     yield WEIGHT, masters_of(buffer, span)
     for kind, values in buffer.state.items():
-        yield kind, buffer.to_device(values[shard_start:shard_stop])
+        elements = values[shard_start:shard_stop]
+        yield kind, buffer.to_device(elements)
     if buffer.ema is not None:
+        # an average that has not begun becomes a copy of the masters
         buffer.begin_ema()
-        yield EMA, buffer.to_device(buffer.ema[shard_start:shard_stop])
+        averages = buffer.ema[shard_start:shard_stop]
+        yield EMA, buffer.to_device(averages)
 
 
 def _zero_terms(device: torch.device) -> Tensor:

@@ -150,7 +150,8 @@ class TensorStatistics(StepObserver):
         device = self._optimizer.device
         own_names: dict[str, int] = {}
         for buffer in buffers:
-            own_names |= dict.fromkeys((piece.part.name for piece in buffer.pieces), 1)
+            for piece in buffer.pieces:
+                own_names[piece.part.name] = 1
         names_of_all = gather_entries(own_names, world, device)
         self._names = sorted(names_of_all)
         own_layers = dict.fromkeys(self._layers, 1)
@@ -196,11 +197,18 @@ class TensorStatistics(StepObserver):
         # the mean of squares is the square of the mean and the second central moment
         rms = (means.square() + second).sqrt()
         kurtosis = fourth / second.square()
-        # the other two do not change if all numbers are divided
-        table = torch.stack((means / divisor, rms / divisor, largest / divisor, zeros, kurtosis), 1)
+        # in the order of `Moments`; the last two do not change if all numbers are divided
+        columns = (
+            means / divisor,
+            rms / divisor,
+            largest / divisor,
+            zeros,
+            kurtosis,
+        )
+        rows = torch.stack(columns, 1).tolist()
         has_elements = (sums[:, 1] > 0).tolist()
         moments: dict[str, Moments] = {}
-        for name, numbers, is_there in zip(names, table.tolist(), has_elements, strict=True):
+        for name, numbers, is_there in zip(names, rows, has_elements, strict=True):
             if is_there:
                 moments[name] = Moments(*numbers)
         return moments

@@ -238,7 +238,9 @@ def shares(weights: Sequence[float]) -> list[int]:
     if period > LONGEST_PERIOD:
         listed = ", ".join(map(repr, weights))
         raise UserError.of(
-            "data.blend_weights_too_fine", weights=listed, longest_period=LONGEST_PERIOD
+            "data.blend_weights_too_fine",
+            weights=listed,
+            longest_period=LONGEST_PERIOD,
         )
     return ratio
 

@@ -30,7 +30,13 @@ SCALE_WIDTH = 96.0
 SCALE_STEPS = 24
 GAP = 24.0
 # from the smallest number to the largest one
-COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+COLORS = (
+    (68, 1, 84),
+    (59, 82, 139),
+    (33, 145, 140),
+    (94, 201, 98),
+    (253, 231, 37),
+)
 Record = Mapping[str, Any]
 Cells = dict[tuple[str, int], float]  # by row and step
 
@@ -55,10 +61,10 @@ class _Scale:
     def color(self, number: float) -> str:
         """Return the colour of a number, "#rrggbb": mixed of the two of COLORS it lies between."""
         extent = math.log(self.high / self.low) or 1.0  # one number alone has the first colour
-        position = math.log(number / self.low) / extent * (len(COLORS) - 1)
+        last = len(COLORS) - 1
+        position = math.log(number / self.low) / extent * last
         # numbers beyond the scale have the colour of its end
-        last_lower = len(COLORS) - 2
-        lower = max(0, min(int(position), last_lower))
+        lower = max(0, min(int(position), last - 1))
         share_of_upper = min(1.0, max(0.0, position - lower))
         lower_color = COLORS[lower]
         upper_color = COLORS[lower + 1]
@@ -271,8 +277,9 @@ def _add_scale(shapes: list[Shape], colors: _Scale, left: float, top: float, hei
         share_from_top = (number + 0.5) / SCALE_STEPS
         value = colors.low * ratio ** (1 - share_from_top)
         y = top + number * step_height
+        color = colors.color(value)
         # half a pixel higher: no white line shows between two steps
-        shapes.append(Rect(left, y, 10.0, step_height + 0.5, colors.color(value)))
+        shapes.append(Rect(left, y, 10.0, step_height + 0.5, color))
     label_left = left + 14
     highest = f"{colors.high:.3g}"
     shapes.append(Text(label_left, top + LABEL_SIZE, highest, LABEL_SIZE, "faint"))

@@ -99,7 +99,8 @@ def _projected(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> H
     query = linear(weights, f"{name}.query", x)
     key = linear(weights, f"{name}.key", x)
     # A layer without such a weight has its keys for values, before their norm.
-    value = linear(weights, f"{name}.value", x) if f"{name}.value.weight" in weights else key
+    has_value = f"{name}.value.weight" in weights
+    value = linear(weights, f"{name}.value", x) if has_value else key
     norm_over = config.qk_norm_over if config.qk_norm else "none"
     if norm_over == "all":
         query = _normal(config, weights, f"{name}.query_norm", query)

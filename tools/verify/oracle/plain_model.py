@@ -40,7 +40,8 @@ class _NotedWeights(dict[str, nn.Parameter]):
         Experts may have no token, and modules of multi-token prediction are a pass of their own.
         """
         unread = [name for name in self if name not in self.read]
-        unknown = [name for name in unread if ".experts." not in name and "mtp." not in name]
+        needed = [name for name in unread if ".experts." not in name]
+        unknown = [name for name in needed if "mtp." not in name]
         if unknown:
             names = ", ".join(unknown[:MOST_NAMED])
             raise UserError.of("parity.oracle_unread", names=names)

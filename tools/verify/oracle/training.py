@@ -38,9 +38,12 @@ CLIPPING = "torch.nn.utils.clip_grad_norm_"
 
 
 def trained(
-    config: RunConfig, plan: Plan, weights: Tensors, make_model: MakeModel
+    config: RunConfig,
+    plan: Plan,
+    weights: Tensors,
+    make_model: MakeModel,
 ) -> tuple[Record, str]:
-    """Return the record of the run, and what trained it.
+    """Return the record of the run, and what trained it, in words.
 
     config: on one process, on tokens of `with_random_tokens`. weights: initial, of all that is
     trained, by logical name, in the dtype in which the oracle computes.
@@ -88,7 +91,8 @@ def trained(
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
-    trained_by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
+    clipped_by = f"{CLIPPING} of torch {torch.__version__}"
+    trained_by = f"{model.name}; {oracles_rule.name}, {clipped_by}"
     return record, trained_by
 
 
@@ -131,7 +135,11 @@ def _never_trained(model: ModelConfig, beside: Tensors) -> Tensors:
 
 def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors that a run trains, in float64."""
-    return {name: values.double() for name, values in tensors.items() if not is_never_trained(name)}
+    wide: Tensors = {}
+    for name, values in tensors.items():
+        if not is_never_trained(name):
+            wide[name] = values.double()
+    return wide
 
 
 def _factors(config: RunConfig, name: str, values: Tensor) -> tuple[float, float]:

@@ -63,10 +63,8 @@ def forward_bytes(
     modules = config.mtp_layers if cut.last and layers else 0
     last_layer = config.layers - 1
     numbers = [*layers, *[last_layer] * modules]
-    total = 0
-    for kind, count in config.count_kinds(numbers):
-        total += count * _layer_bytes(kind, plan, share)
-    return total
+    kinds = config.count_kinds(numbers)
+    return sum(count * _layer_bytes(kind, plan, share) for kind, count in kinds)
 
 
 def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:

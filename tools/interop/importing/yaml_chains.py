@@ -122,7 +122,8 @@ def _read_primus(path: Path, trainer: PlainDict) -> Chain:
         if isinstance(name, str):
             file = f"{folder}/{FRAMEWORK}/{name}"
             root = _root(path, file)
-            _extend(root / file, root, chain)
+            # part by part: an absolute name stays one, and is refused
+            _extend(root / folder / FRAMEWORK / name, root, chain)
     overrides = trainer.get("overrides")
     if isinstance(overrides, PlainDict):
         chain.add(overrides, path.name)
@@ -193,8 +194,8 @@ def _read_group(path: Path, table: PlainDict, name: str) -> Chain:
     chain = Chain()
     folder = path.parent
     file = folder / GROUP / f"{name[:LONGEST_NAME]}.yaml"
-    is_within = file.resolve().is_relative_to(folder.resolve())
-    if not file.is_file() or not is_within:
+    # asked second: a name with a zero byte is no file, and cannot be resolved
+    if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
         raise UserError.of("import.no_named_file", path=path, name=f"{GROUP}/{name}.yaml")
     _extend(file, folder, chain)
     sizes = [find(table, key) for key in RUNNER]

@@ -214,7 +214,8 @@ class _Walk:
     def _gather(self, unit: _Unit) -> None:
         """Make the weights of a unit whole, and take note of the bytes that are whole then."""
         self._whole |= unit.buffers
-        whole_bytes = sum(self._sizes[number] for number in self._whole)
+        sizes = [self._sizes[number] for number in self._whole]
+        whole_bytes = sum(sizes)
         self.most = max(self.most, whole_bytes)
 
     def _give_up(self, buffers: Iterable[int]) -> None:

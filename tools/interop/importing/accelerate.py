@@ -188,7 +188,7 @@ def _add_precision(config: AccelerateConfig) -> None:
 
 def _add_fsdp(config: AccelerateConfig) -> None:
     """Add what FSDP shards; under FSDP2 replicas of shards are axes of their own."""
-    prefix = "fsdp_config."
+    prefix = "fsdp_config."  # of dotted keys
     settings: dict[str, Any] = {}
     for key, value in config.values.items():
         if key.startswith(prefix):

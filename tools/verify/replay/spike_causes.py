@@ -190,6 +190,6 @@ def _in_words(numbers: BatchNumbers) -> str:
 
 def _list(others: Sequence[BatchNumbers]) -> str:
     """Return the losses and the gradient norms of several batches."""
-    losses = ", ".join(f"{numbers.loss:.4g}" for numbers in others)
-    norms = ", ".join(f"{numbers.norm:.3g}" for numbers in others)
-    return f"losses {losses}, norms {norms}"
+    losses = [f"{numbers.loss:.4g}" for numbers in others]
+    norms = [f"{numbers.norm:.3g}" for numbers in others]
+    return f"losses {', '.join(losses)}, norms {', '.join(norms)}"

@@ -84,7 +84,7 @@ def _unseen(s: int, window: int) -> Tensor:
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the weights of scores [b, n, s, s], which are fewer than one in sum: one more logit of
+    """Return the weights of scores [b, n, s, s], which add up to less than one: one more logit of
     each head, its sink, takes part in the softmax and has no value."""
     b, _, s, _ = scores.shape
     sinks = sinks.view(-1, 1, 1)

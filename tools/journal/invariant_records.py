@@ -51,8 +51,7 @@ def findings_event(findings: Mapping[str, InvariantFinding], step: int) -> dict[
 def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, InvariantFinding]:
     """Return what is known of each invariant from the events of a run: one that was broken once is
     wrong, and one that one process has proven and the next has not tried is proven."""
-    unknown = InvariantFinding(NOT_TRIED, UNKNOWN)
-    findings = dict.fromkeys(NAMES, unknown)
+    findings = {name: InvariantFinding(NOT_TRIED, UNKNOWN) for name in NAMES}
     for name, finding in _recorded(events):
         known = findings.get(name)
         # an invariant of another version has no name here

@@ -450,9 +450,8 @@ class PythonFile:
         else:
             call.function = Symbol(shortened(node.func))
         is_name = isinstance(node.func, ast.Name)
-        # a name that stands for the result of another call
-        is_made_elsewhere = isinstance(function, Call) and is_name
-        if isinstance(function, UnknownValue) or is_made_elsewhere:
+        # unknown, or a name that stands for the result of another call
+        if isinstance(function, UnknownValue) or (isinstance(function, Call) and is_name):
             call.doubt = f"`{function.text}` {function.why}"
         return call
 

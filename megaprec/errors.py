@@ -49,13 +49,15 @@ class Problem(str):
         """Return the sentence of a code, with the values of its fields filled in."""
         area, _, name = code.partition(".")
         told = {key: _told(value) for key, value in fields.items()}
-        sentence = sentences()[area][name].format(**told)
+        template = sentences()[area][name]
+        sentence = template.format(**told)
         plain_fields = {key: _plain(value) for key, value in told.items()}
         return cls(sentence, code, plain_fields)
 
     def within(self, before: str = "", after: str = "") -> "Problem":
         """Return the problem with text put before and after its sentence. The code stays."""
-        return Problem(f"{before}{self}{after}", self.code, self.fields)
+        sentence = f"{before}{self}{after}"
+        return Problem(sentence, self.code, self.fields)
 
 
 def _told(value: Any) -> Any:
@@ -76,7 +78,8 @@ def _plain(value: Any) -> Any:
 @cache
 def sentences() -> dict[str, dict[str, str]]:
     """Return the sentences of all errors, by area and name; "area.name" is a code."""
-    return tomllib.loads(SENTENCES.read_text(encoding="utf-8"))
+    text = SENTENCES.read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 class UserError(ValueError):
@@ -110,14 +113,22 @@ def _one_line(problem: str) -> Problem:
     """Return a problem as one line of a bounded length that any terminal prints."""
     line = str(problem)
     if not line.isprintable():
-        line = "".join(
-            sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line
-        )
+        line = "".join(map(_printed, line))
     if len(line) > LONGEST_LINE:
-        line = f"{line[:BEGIN_OF_LINE]} ... {line[-END_OF_LINE:]}"
+        begin = line[:BEGIN_OF_LINE]
+        end = line[-END_OF_LINE:]
+        line = f"{begin} ... {end}"
     if isinstance(problem, Problem):
         return Problem(line, problem.code, problem.fields)
     return Problem(line)
+
+
+def _printed(sign: str) -> str:
+    r"""Return a sign as it is; its escape, as \n, if it does not print."""
+    if sign.isprintable():
+        return sign
+    escape = sign.encode("unicode_escape")
+    return escape.decode()
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -130,7 +141,10 @@ def closest(word: str, known: Iterable[str]) -> str:
     letters = word.lstrip("-")
     cutoff = LEAST_LIKENESS_OF_SHORT if len(letters) <= SHORT_WORD else LEAST_LIKENESS
     matches = difflib.get_close_matches(letters, by_letters, n=1, cutoff=cutoff)
-    return by_letters[matches[0]] if matches else ""
+    if not matches:
+        return ""
+    (most_like,) = matches
+    return by_letters[most_like]
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:

@@ -26,16 +26,23 @@ def front_door(door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
 
     @cache
     def places() -> dict[str, tuple[str, str]]:
-        return exports_of(Path(str(sys.modules[door].__file__)))
+        """Return the module and the name there of each exported name; the file is read once."""
+        file = Path(str(sys.modules[door].__file__))
+        return exports_of(file)
 
     def load(name: str) -> Any:
+        """Return what the door exports under a name. Raises AttributeError as any module does."""
+        # Python itself asks modules for names such as __path__: no door is read for them
         if name.startswith("__") or name not in places():
             raise AttributeError(f"module {door!r} has no attribute {name!r}")
-        module, name_there = places()[name]
-        return getattr(_imported(module), name_there)
+        module_name, name_there = places()[name]
+        module = _imported(module_name)
+        return getattr(module, name_there)
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[door]), *places()})
+        """Return all names of the door, loaded or not."""
+        loaded_names = vars(sys.modules[door])
+        return sorted({*loaded_names, *places()})
 
     return load, names
 
@@ -49,13 +56,17 @@ def _imported(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        found = getattr(sys.modules.get(package), "__file__", None)
-        if package not in PACKAGES or not found:
+        missing_module = error.name or ""
+        package, _, _ = missing_module.partition(".")
+        package_file = getattr(sys.modules.get(package), "__file__", None)
+        if package not in PACKAGES or not package_file:
             raise
-        if Path(found).resolve().parent == HOME / package:
+        # it is our own package, which lacks the module
+        if Path(package_file).resolve().parent == HOME / package:
             raise
-        problem = f"{found} stands in the place of megaprec's own package {package}: rename it"
+        problem = (
+            f"{package_file} stands in the place of megaprec's own package {package}: rename it"
+        )
         raise ImportError(problem) from error
 
 
@@ -69,5 +80,6 @@ def exports_of(file: Path) -> dict[str, tuple[str, str]]:
         for statement in block.body:
             assert isinstance(statement, ast.ImportFrom) and statement.module
             for alias in statement.names:
-                exports[alias.asname or alias.name] = (statement.module, alias.name)
+                exported_name = alias.asname or alias.name
+                exports[exported_name] = (statement.module, alias.name)
     return exports

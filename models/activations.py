@@ -85,12 +85,14 @@ class Gated(torch.autograd.Function):
 
 
 def _swiglu(y: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., n] of both halves of y [..., 2 n]."""
     gate, up = y.chunk(2, -1)
     # in place: silu has made a tensor of its own
     return F.silu(gate).mul_(up)
 
 
 def _swiglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of y [..., 2 n] from that of the value of `_swiglu` [..., n]."""
     gate, up = y.chunk(2, -1)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     grad_up = F.silu(gate).mul_(grad)
@@ -111,11 +113,14 @@ def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
 
 
 def _geglu(y: Tensor) -> Tensor:
+    """Return gelu(gate) * up [..., n] of both halves of y [..., 2 n], gelu by its approximation
+    with tanh."""
     gate, up = y.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _geglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of y [..., 2 n] from that of the value of `_geglu` [..., n]."""
     gate, up = y.chunk(2, -1)
     grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
     grad_up = F.gelu(gate, approximate="tanh").mul_(grad)
@@ -173,7 +178,8 @@ class ClampedGate(torch.autograd.Function):
 
 def _clamp(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return gate and up, clamped, as copies in FP32 or wider."""
-    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    wide_dtype = torch.promote_types(y.dtype, torch.float32)
+    wide = y.to(wide_dtype)
     gate, up = wide.chunk(2, -1)
     return gate.clamp(max=limit), up.clamp(-limit, limit)
 
@@ -200,24 +206,37 @@ class Xielu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
         ctx.save_for_backward(y, alpha_p, alpha_n)
-        wide = y.to(torch.promote_types(y.dtype, alpha_p.dtype))
-        curved = torch.where(wide > 0, alpha_p * wide.square(), alpha_n * _exponential_part(wide))
+        wide_dtype = torch.promote_types(y.dtype, alpha_p.dtype)
+        wide = y.to(wide_dtype)
+        curved = torch.where(
+            wide > 0,
+            alpha_p * wide.square(),
+            alpha_n * _exponential_part(wide),
+        )
         return curved.add_(wide, alpha=XIELU_BETA).to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         y, alpha_p, alpha_n = ctx.saved_tensors
-        wide = y.to(torch.promote_types(y.dtype, alpha_p.dtype))
+        wide_dtype = torch.promote_types(y.dtype, alpha_p.dtype)
+        wide = y.to(wide_dtype)
         is_positive = wide > 0
         # the derivative of exp(min(y, eps)) - 1 - y: exp(y) - 1, or -1 where y > eps
         slope_of_exponential = wide.exp().masked_fill_(wide > XIELU_EPS, 0).sub_(1)
-        slope = torch.where(is_positive, 2 * alpha_p * wide, alpha_n * slope_of_exponential)
+        slope = torch.where(
+            is_positive,
+            2 * alpha_p * wide,
+            alpha_n * slope_of_exponential,
+        )
         slope.add_(XIELU_BETA)
         grad_y = slope.mul_(grad).to(y.dtype)
         del slope, slope_of_exponential  # before the next tensors are made
+        # the derivatives by the alphas, of the elements that each one bends
         of_positive = wide.square().mul_(grad).masked_fill_(~is_positive, 0)
         of_negative = _exponential_part(wide).mul_(grad).masked_fill_(is_positive, 0)
-        return grad_y, of_positive.sum().view(1), of_negative.sum().view(1)
+        grad_alpha_p = of_positive.sum().view(1)
+        grad_alpha_n = of_negative.sum().view(1)
+        return grad_y, grad_alpha_p, grad_alpha_n
 
 
 def _exponential_part(wide: Tensor) -> Tensor:
@@ -244,10 +263,17 @@ SWIGLU = Gate(_swiglu, _swiglu_gradient, _swiglu_gradient_in_place)
 GEGLU = Gate(_geglu, _geglu_gradient)
 
 ACTIVATIONS: Mapping[str, Activation] = {
-    "swiglu": Activation(lambda y, given: Gated.apply(y, SWIGLU, given.leaves), gated=True),
-    "geglu": Activation(lambda y, given: Gated.apply(y, GEGLU, given.leaves), gated=True),
+    "swiglu": Activation(
+        lambda y, given: Gated.apply(y, SWIGLU, given.leaves),
+        gated=True,
+    ),
+    "geglu": Activation(
+        lambda y, given: Gated.apply(y, GEGLU, given.leaves),
+        gated=True,
+    ),
     "swiglu_clamped": Activation(
-        lambda y, given: ClampedGate.apply(y, given.alpha, given.limit), gated=True
+        lambda y, given: ClampedGate.apply(y, given.alpha, given.limit),
+        gated=True,
     ),
     "gelu": Activation(lambda y, given: F.gelu(y, approximate="tanh")),
     "gelu_exact": Activation(lambda y, given: F.gelu(y)),

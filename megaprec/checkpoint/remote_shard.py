@@ -42,14 +42,16 @@ class RemoteShard:
         self._start = LENGTH_BYTES + header_length  # the first byte of the values
         if header_length > LONGEST_HEADER or self._start > size:
             raise PlaceError(path, "it is no safetensors file")
-        content = b"".join(pieces_of(path, LENGTH_BYTES, self._start))
+        pieces = pieces_of(path, LENGTH_BYTES, self._start)
+        content = b"".join(pieces)
         bytes_of_values = size - self._start
         try:
             header = dict(parse_json(content))
+            # what a writer says of the file, which is no tensor
             header.pop("__metadata__", None)
-            self._tensors = {
-                name: _entry(fields, bytes_of_values) for name, fields in header.items()
-            }
+            self._tensors: dict[str, _Entry] = {}
+            for name, fields in header.items():
+                self._tensors[name] = _entry(fields, bytes_of_values)
         except (ValueError, KeyError, TypeError) as error:
             raise PlaceError(path, f"its header is damaged ({error})") from error
 
@@ -58,7 +60,8 @@ class RemoteShard:
         if name not in self._tensors:
             raise PlaceError(self._path, f"it has no tensor {name}")
         dtype, shape, first = self._tensors[name]
-        return RemoteTensor(self._path, dtype, shape, self._start + first)
+        start = self._start + first
+        return RemoteTensor(self._path, dtype, shape, start)
 
 
 def _entry(fields: Any, bytes_of_values: int) -> _Entry:
@@ -68,9 +71,11 @@ def _entry(fields: Any, bytes_of_values: int) -> _Entry:
     shape = fields["shape"]
     first, last = fields["data_offsets"]
     numbers = (*shape, first, last)
+    # True is an int too
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a size is none")
-    if last > bytes_of_values or last - first != prod(shape) * dtype.itemsize:
+    nbytes = prod(shape) * dtype.itemsize
+    if last > bytes_of_values or last - first != nbytes:
         raise ValueError("a tensor does not lie in the file")
     return _Entry(dtype, shape, first)
 
@@ -93,10 +98,13 @@ class RemoteTensor:
         PlaceError."""
         slices = index if isinstance(index, tuple) else (index,)
         if not slices:  # a scalar
-            return self._rows(0, 1, []).view(())
-        first, last, _ = slices[0].indices(self._shape[0])
-        rows = self._rows(first, last, self._shape[1:])
-        return rows[:, *slices[1:]]
+            only_row = self._rows(0, 1, [])
+            return only_row.view(())
+        row_slice, *slices_of_row = slices
+        num_rows, *row_shape = self._shape
+        first, last, _ = row_slice.indices(num_rows)
+        rows = self._rows(first, last, row_shape)
+        return rows[:, *slices_of_row]
 
     def _rows(self, first: int, last: int, row_shape: list[int]) -> Tensor:
         """Return rows [first, last), of `row_shape` each: [last - first, *row_shape]."""
@@ -105,7 +113,8 @@ class RemoteTensor:
         values = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
         unfilled = values.numpy().data  # a view of what has not arrived yet
         start = self._start + first * row_bytes
-        for piece in pieces_of(self._path, start, start + len(unfilled)):
+        stop = start + len(unfilled)
+        for piece in pieces_of(self._path, start, stop):
             unfilled[: len(piece)] = piece
             unfilled = unfilled[len(piece) :]
         return values.view(self._dtype).view(num_rows, *row_shape)

@@ -56,9 +56,11 @@ class Axis:
             return Axis(name)
         dim = _axes_of(mesh).index(name)
         size = mesh.mesh.shape[dim]
+        rank = mesh.get_local_rank(name)
         group = mesh.get_group(name) if size > 1 else None
+        # a row for each position on the other axes
         rank_groups = mesh.mesh.movedim(dim, -1).reshape(-1, size)
-        return Axis(name, mesh.get_local_rank(name), size, group, rank_groups)
+        return Axis(name, rank, size, group, rank_groups)
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
@@ -68,10 +70,9 @@ class Axis:
         """
         if mesh is None or mesh.size() == 1:
             return Axis("world")
-        if mesh.size() != dist.get_world_size():
-            raise UserError.of(
-                "comm.mesh_is_not_world", size=mesh.size(), world_size=dist.get_world_size()
-            )
+        world_size = dist.get_world_size()
+        if mesh.size() != world_size:
+            raise UserError.of("comm.mesh_is_not_world", size=mesh.size(), world_size=world_size)
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
     @staticmethod
@@ -110,7 +111,8 @@ class Axis:
             return Axis(name)
         # the mesh has a group of these ranks already
         if len(axes) == 1 and not separate_group:
-            return replace(axes[0], name=name)
+            (only,) = axes
+            return replace(only, name=name)
         dims = [_axes_of(mesh).index(axis.name) for axis in axes]
         size = prod(axis.size for axis in axes)
         # a row for each position on the other axes
@@ -119,7 +121,8 @@ class Axis:
         rank = 0
         for axis in axes:  # as digits of a number, each in the base of its axis
             rank = rank * axis.size + axis.rank
-        return Axis(name, rank, size, make_groups(rank_groups), rank_groups)
+        group = make_groups(rank_groups)
+        return Axis(name, rank, size, group, rank_groups)
 
     def subaxis(self, size: int, new_name: str, separate_group: bool = False) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
@@ -136,7 +139,9 @@ class Axis:
         if size == self.size and not separate_group:
             return Axis(new_name, self.rank, size, self.group, self.rank_groups)
         rank_groups = self.rank_groups.reshape(-1, size)
-        return Axis(new_name, self.rank % size, size, make_groups(rank_groups), rank_groups)
+        group = make_groups(rank_groups)
+        rank_in_run = self.rank % size
+        return Axis(new_name, rank_in_run, size, group, rank_groups)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""
@@ -323,8 +328,11 @@ class Axis:
         rows = rows.contiguous()
         width = rows.shape[1]
         if self.group is None or _on_cpu(rows):
-            outgoing = [part.reshape(-1) for part in rows.split(list(sent))]
-            wait = self.start_uneven_exchange(outgoing, [count * width for count in received])
+            # by way of flat tensors, which a CPU's exchange takes
+            rows_for_ranks = rows.split(list(sent))
+            outgoing = [rows_for_rank.reshape(-1) for rows_for_rank in rows_for_ranks]
+            sizes = [count * width for count in received]
+            wait = self.start_uneven_exchange(outgoing, sizes)
             return lambda: torch.cat(wait()).view(-1, width)
         # One tensor each way: nothing is put together or taken apart.
         incoming = rows.new_empty((sum(received), width))
@@ -368,6 +376,7 @@ class Axis:
         return tensor.chunk(self.size, dim)[self.rank]
 
     def _require_divides(self, tensor: Tensor, dim: int) -> None:
+        """Raise ValueError unless the ranks can have equal chunks of a dim."""
         if tensor.shape[dim] % self.size:
             raise ValueError(
                 f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks "

@@ -43,10 +43,11 @@ def digest(tensor: Tensor) -> Tensor:
         # only bytes that begin at a multiple of eight can be viewed as int64
         flat_bytes = flat_bytes.clone()
     num_lanes = len(flat_bytes) // _LANE_BYTES
-    lanes = flat_bytes[: num_lanes * _LANE_BYTES].view(torch.int64)
-    left_over = flat_bytes[num_lanes * _LANE_BYTES :]
+    num_lane_bytes = num_lanes * _LANE_BYTES
+    lanes = flat_bytes[:num_lane_bytes].view(torch.int64)
+    left_over = flat_bytes[num_lane_bytes:]
 
-    num_rows = -(-num_lanes // WIDTH)
+    num_rows = -(-num_lanes // WIDTH)  # rounded up
     row_constants = _row_constants(num_rows + 1, tensor.device)
     column_constants = _column_constants(tensor.device)
     total = _sum_flat(lanes, 0, row_constants, column_constants, _spread)
@@ -88,7 +89,7 @@ def digest_terms(values: Tensor, part: Part, start: int) -> Tensor:
 
 
 def hexadecimal(sums: Tensor) -> str:
-    """Return a digest, int64 [2], as 32 hexadecimal digits."""
+    """Return a digest, int64 [2], as 32 hexadecimal digits. Waits for its device."""
     unsigned = [number % 2**64 for number in sums.tolist()]
     return "".join(f"{number:016x}" for number in unsigned)
 
@@ -114,11 +115,13 @@ def _sum_flat(
     if not len(values):
         return total  # the matrix may have no columns
     width = column_constants.shape[1]
-    for run_start, run_stop in _split_at_rows(start, start + len(values), width):
+    stop = start + len(values)
+    for run_start, run_stop in _split_at_rows(start, stop, width):
         row, column = divmod(run_start, width)
         # a part of one row, or full rows
         num_columns = min(width, run_stop - run_start)
-        table = values[run_start - start : run_stop - start].view(-1, num_columns)
+        run = values[run_start - start : run_stop - start]
+        table = run.view(-1, num_columns)
         total += _sum_table(
             table,
             row_constants[:, row : row + len(table)],
@@ -133,6 +136,7 @@ def _split_at_rows(start: int, stop: int, width: int) -> Iterator[tuple[int, int
 
     The runs are the end of a row, full rows, and the beginning of a row; none is empty.
     """
+    # all of these are elements, at which a row begins or the whole ends
     next_row = min(stop, -(-start // width) * width)
     last_row = max(next_row, stop // width * width)
     for run_start, run_stop in pairwise((start, next_row, last_row, stop)):
@@ -210,7 +214,8 @@ def _slice_constants(
     """
     constants_of_dims: list[Tensor] = []
     for dim in range(-len(sizes), 0):
-        constants_of_dims.append(_coordinate_constants(dim, first_indices[dim], sizes[dim]))
+        constants_of_dim = _coordinate_constants(dim, first_indices[dim], sizes[dim])
+        constants_of_dims.append(constants_of_dim)
     *outer_dims, column_constants = constants_of_dims
     row_constants = torch.ones(2, 1, dtype=torch.int64)
     for constants in outer_dims:
@@ -230,5 +235,6 @@ def _coordinate_constants(dim: int, first_index: int, count: int) -> Tensor:
     for number in range(2):
         stream = key(0, "coordinate", dim, number)
         # odd numbers have inverses modulo 2^64, so no change of an element is multiplied away
-        constants.append(bits(stream, coordinates) | 1)
+        odd_numbers = bits(stream, coordinates) | 1
+        constants.append(odd_numbers)
     return torch.stack(constants)

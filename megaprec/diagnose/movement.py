@@ -102,12 +102,14 @@ class Movement(StepObserver):
         now = self._weights()
         moved = [name for name, digits in now.items() if digits != self._before[name]]
         self._before = now
+        # the least by which a reach of 1 moves a weight
         rate = report.lr * self._clip_factor(report) / SAFETY
         unmoved: list[str] = []
         lost: list[str] = []
         without_gradient: list[str] = []
         still_moved: list[str] = []
-        for name, reach in self._reaches_of_all(list(now)).items():
+        reach_by_name = self._reaches_of_all(list(now))
+        for name, reach in reach_by_name.items():
             if reach == 0:
                 without_gradient.append(name)
             elif reach == STILL and name in moved:
@@ -118,12 +120,13 @@ class Movement(StepObserver):
                     unmoved.append(name)
                 else:
                     lost.append(name)
+        frozen_moved = (*still_moved, *self._moved_frozen())
         return Moved(
             moved=tuple(moved),
             unmoved=tuple(unmoved),
             lost=tuple(lost),
             without_gradient=tuple(without_gradient),
-            frozen_moved=(*still_moved, *self._moved_frozen()),
+            frozen_moved=frozen_moved,
         )
 
     def changed(self, applied: bool) -> list[str]:
@@ -147,18 +150,19 @@ class Movement(StepObserver):
 
         patterns_match: tells if the run freezes a logical name.
         """
-        held: set[int] = set()  # ids of the optimizer's parameters
+        ids_in_optimizer: set[int] = set()
         for buffer in self._optimizer.all_buffers():
-            held.update(map(id, buffer.parameters))
+            ids_in_optimizer.update(map(id, buffer.parameters))
         names: dict[str, int] = {}
         for model_part in self._parts:
             for parameter in filter(has_layout, model_part.parameters()):
-                if id(parameter) in held:
+                if id(parameter) in ids_in_optimizer:
                     continue
                 for part in layout_of(parameter).parts:
                     if parameter.requires_grad or not patterns_match(part.name):
                         names[part.name] = 1
-        return sorted(gather_entries(names, self._optimizer.world, self._optimizer.device))
+        names_of_all = gather_entries(names, self._optimizer.world, self._optimizer.device)
+        return sorted(names_of_all)
 
     def unwatch(self) -> None:
         """Look at no more gradients."""
@@ -170,13 +174,18 @@ class Movement(StepObserver):
         names: dict[str, int] = {}
         for buffer in self._optimizer.all_buffers():
             if buffer.holds_loads:
-                names |= dict.fromkeys((piece.part.name for piece in buffer.pieces), 1)
-        return set(gather_entries(names, self._optimizer.world, self._optimizer.device))
+                own_names = [piece.part.name for piece in buffer.pieces]
+                names |= dict.fromkeys(own_names, 1)
+        names_of_all = gather_entries(names, self._optimizer.world, self._optimizer.device)
+        return set(names_of_all)
 
     def _weights(self) -> Mapping[str, str]:
-        return self._digest.make()[WEIGHT]
+        """Return the digest of each tensor's masters by logical name, the same on every rank."""
+        digests = self._digest.make()
+        return digests[WEIGHT]
 
     def _clip_factor(self, report: StepReport) -> float:
+        """Return the factor by which the step has clipped its gradients."""
         clip = self._optimizer.clip
         if not clip or not report.grad_norm > clip:
             return 1.0
@@ -188,10 +197,12 @@ class Movement(StepObserver):
         unseen = torch.full((), UNSEEN, dtype=torch.float64, device=device)
         rows = [self._reach.get(name, unseen) for name in names]
         self._reach = {}
-        table = self._optimizer.world.max_(torch.stack(rows)).tolist()
-        return dict(zip(names, table, strict=True))
+        table = torch.stack(rows)
+        largest = self._optimizer.world.max_(table)
+        return dict(zip(names, largest.tolist(), strict=True))
 
     def _digest_frozen(self) -> dict[str, Tensor]:
+        """Return the digests of this rank's frozen tensors, int64 [2] each, by their keys."""
         return {held.key: held.digest for held in digest_frozen(self._parts)}
 
     def _moved_frozen(self) -> tuple[str, ...]:
@@ -203,19 +214,23 @@ class Movement(StepObserver):
         world = self._optimizer.world
         device = self._optimizer.device
         has_any = torch.stack(have_moved).any() if have_moved else torch.zeros((), dtype=torch.bool)
+        has_any_here = has_any.to(device).float()
         # nearly always none has, and then names need not be exchanged
-        if not world.max_(has_any.to(device).float()).item():
+        if not world.max_(has_any_here).item():
             return ()
         names: dict[str, int] = {}
         for key, has_moved in zip(before, have_moved, strict=True):
             if has_moved:
                 names[_name_of(key)] = 1
-        return tuple(sorted(gather_entries(names, world, device)))
+        names_of_all = gather_entries(names, world, device)
+        return tuple(sorted(names_of_all))
 
 
 def _name_of(key: str) -> str:
     """Return the logical name in a key of `HeldDigest`."""
-    return key.removeprefix(f"{WEIGHT} ").partition(" [")[0]
+    name_and_place = key.removeprefix(f"{WEIGHT} ")
+    name, _, _ = name_and_place.partition(" [")
+    return name
 
 
 def _reaches(
@@ -224,7 +239,8 @@ def _reaches(
     """Yield the logical name of each piece that this rank owns, with its reach: float64 []."""
     masters = buffer.masters
     for owned in buffer.owned_pieces():
-        factor = factor_of(owned.piece.part)
+        part = owned.piece.part
+        factor = factor_of(part)
         # the relative distance of neighbouring numbers: smaller changes may be lost
         if masters is not None:
             weights = buffer.to_device(masters[owned.in_shard])
@@ -235,18 +251,22 @@ def _reaches(
         gradients = buffer.local_grads[owned.in_shard]
         reach = torch.full((), STILL, dtype=torch.float64, device=weights.device)
         if factor:
-            reach = _largest_ratio(gradients, weights, scale) * factor / distance
-        yield owned.piece.part.name, reach
+            largest_ratio = _largest_ratio(gradients, weights, scale)
+            reach = largest_ratio * factor / distance
+        yield part.name, reach
 
 
 def _largest_ratio(gradients: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
     """Return the largest ratio of a gradient, without the loss scale and at most 1, to its weight:
     float64 []."""
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
-    blocks = zip(gradients.detach().split(BLOCK), weights.detach().split(BLOCK), strict=True)
+    blocks_of_gradients = gradients.detach().split(BLOCK)
+    blocks_of_weights = weights.detach().split(BLOCK)
+    blocks = zip(blocks_of_gradients, blocks_of_weights, strict=True)
     for some_gradients, some_weights in blocks:
         # nothing in place: `float` of FP32 is the weight itself
         sizes = (some_gradients.float() / scale).abs().clamp(max=1)
-        ratios = sizes / some_weights.float().abs().clamp(min=TINY)
+        weight_sizes = some_weights.float().abs().clamp(min=TINY)
+        ratios = sizes / weight_sizes
         largest = torch.maximum(largest, ratios.amax().double())
     return largest

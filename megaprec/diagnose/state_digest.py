@@ -59,7 +59,7 @@ class StateDigest:
         # zeros where this rank has nothing of a tensor: all ranks sum one table
         nothing = _zero_terms(device)
         rows = [local.get(tensor_name, nothing) for tensor_name in self._names]
-        table = torch.stack(rows)
+        table = torch.stack(rows)  # [names, 2]
         sums = world.sum_(table).cpu()
         digests: Digests = {}
         for tensor_name, sums_of_name in zip(self._names, sums, strict=True):
@@ -87,15 +87,19 @@ class StateDigest:
         start = span.start - piece.start
         for kind, values in _state_of(buffer, span):
             if self._has(kind):
-                yield f"{kind}/{part.name}", digest_terms(values, part, start)
+                terms = digest_terms(values, part, start)
+                yield f"{kind}/{part.name}", terms
 
     def _no_terms(self, buffer: Buffer, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
+        device = self._optimizer.device
         for kind in buffer.saved_names:
             if self._has(kind):
-                yield f"{kind}/{piece.part.name}", _zero_terms(self._optimizer.device)
+                nothing = _zero_terms(device)
+                yield f"{kind}/{piece.part.name}", nothing
 
     def _has(self, kind: str) -> bool:
+        """Return True for a kind of state that is digested."""
         return kind == WEIGHT or not self._weights_only
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
@@ -113,11 +117,13 @@ class StateDigest:
             history = fp8.bank.history[:, number]
             scale_row = torch.cat((scale, history))
             # as if the rows of all ranks were one tensor, of which each rank has its row
-            shape = (replica_axis.size, len(scale_row))
-            part = Part(tensor_name, shape, 0, replica_axis.size, replica_axis.rank)
+            num_rows = replica_axis.size
+            shape = (num_rows, len(scale_row))
+            part = Part(tensor_name, shape, 0, num_rows, replica_axis.rank)
             if not counts:
                 scale_row = scale_row[:0]  # the name is there, with terms of zero
-            yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
+            terms = digest_terms(scale_row, part, 0)
+            yield f"fp8/{tensor_name}", terms
 
 
 def masters_of(buffer: Buffer, span: range) -> Tensor:
@@ -126,10 +132,14 @@ def masters_of(buffer: Buffer, span: range) -> Tensor:
     shard_start = span.start - buffer.start
     shard_stop = span.stop - buffer.start
     if buffer.masters is not None:
-        return buffer.to_device(buffer.masters[shard_start:shard_stop])
-    tiles = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
+        masters = buffer.masters[shard_start:shard_stop]
+        return buffer.to_device(masters)
+    # masters that are stored as weights and their lower bits: all elements in one tile
+    num_elements = shard_stop - shard_start
+    tiles = buffer.tiles(shard_start, shard_stop, num_elements)
     on_device = buffer.on_device(tiles, written=())
-    return torch.cat([tile.wide_masters() for tile in on_device])
+    joined_masters = [tile.wide_masters() for tile in on_device]
+    return torch.cat(joined_masters)
 
 
 def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
@@ -139,13 +149,17 @@ def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
     shard_stop = span.stop - buffer.start
     yield WEIGHT, masters_of(buffer, span)
     for kind, values in buffer.state.items():
-        yield kind, buffer.to_device(values[shard_start:shard_stop])
+        elements = values[shard_start:shard_stop]
+        yield kind, buffer.to_device(elements)
     if buffer.ema is not None:
+        # an average that has not begun becomes a copy of the masters
         buffer.begin_ema()
-        yield EMA, buffer.to_device(buffer.ema[shard_start:shard_stop])
+        averages = buffer.ema[shard_start:shard_stop]
+        yield EMA, buffer.to_device(averages)
 
 
 def _zero_terms(device: torch.device) -> Tensor:
+    """Return what elements that are not there add to a digest: int64 [2]."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.diagnose.state_digest import masters_of
@@ -71,6 +72,7 @@ class _Block(NamedTuple):
 
     @property
     def in_shard(self) -> slice:
+        """Return the positions of the elements in this rank's slice of the buffer."""
         start = self.buffer.start
         return slice(self.span.start - start, self.span.stop - start)
 
@@ -98,10 +100,10 @@ class TensorStatistics(StepObserver):
         """Take the statistics of the step that is made inside. Collective over the world, within
         the optimizer's step."""
         self._outputs = {}
-        handles = [
-            module.register_forward_hook(partial(self._note_output, name))
-            for name, module in self._layers.items()
-        ]
+        handles: list[RemovableHandle] = []
+        for name, module in self._layers.items():
+            note = partial(self._note_output, name)
+            handles.append(module.register_forward_hook(note))
         self._optimizer.observers.append(self)
         try:
             yield
@@ -115,6 +117,7 @@ class TensorStatistics(StepObserver):
         """Take the statistics of the gradients, and remember the masters."""
         self._learn_names(buffers)
         blocks = list(_counted(buffers))
+        # in place of gradients some buffers have the tokens that experts were given
         with_gradients = [(block, block) for block in blocks if not block.buffer.holds_loads]
         self._gradients = self._moments(with_gradients, _gradient_of, scale.double())
         self._before = [_weights_of(block).clone() for block in blocks]
@@ -123,10 +126,11 @@ class TensorStatistics(StepObserver):
         """Take the statistics of the masters, and of what the step has changed."""
         blocks = list(_counted(buffers))
         one = torch.ones((), dtype=torch.float64, device=self._optimizer.device)
-        self._weights = self._moments([(block, block) for block in blocks], _weights_of, one)
-        after_and_before = [
-            (block, (block, before)) for block, before in zip(blocks, self._before, strict=True)
-        ]
+        with_weights = [(block, block) for block in blocks]
+        self._weights = self._moments(with_weights, _weights_of, one)
+        after_and_before: list[tuple[_Block, tuple[_Block, Tensor]]] = []
+        for block, before in zip(blocks, self._before, strict=True):
+            after_and_before.append((block, (block, before)))
         self._updates = self._moments(after_and_before, _update_of, one)
 
     def result(self) -> StepStatistics:
@@ -144,10 +148,15 @@ class TensorStatistics(StepObserver):
             return
         world = self._optimizer.world
         device = self._optimizer.device
-        own = {piece.part.name: 1 for buffer in buffers for piece in buffer.pieces}
-        self._names = sorted(gather_entries(own, world, device))
-        layers = dict.fromkeys(self._layers, 1)
-        self._layer_names = list(gather_entries(layers, world, device))
+        own_names: dict[str, int] = {}
+        for buffer in buffers:
+            for piece in buffer.pieces:
+                own_names[piece.part.name] = 1
+        names_of_all = gather_entries(own_names, world, device)
+        self._names = sorted(names_of_all)
+        own_layers = dict.fromkeys(self._layers, 1)
+        layers_of_all = gather_entries(own_layers, world, device)
+        self._layer_names = list(layers_of_all)
 
     def _moments(
         self,
@@ -163,11 +172,12 @@ class TensorStatistics(StepObserver):
         """
         names = self._names or []
         world = self._optimizer.world
-        rows = {name: number for number, name in enumerate(names)}
+        row_of_name = {name: number for number, name in enumerate(names)}
         # the means over all ranks first
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=divisor.device)
         for block, source in blocks:
-            sums[rows[block.name]] += _sum_and_count(values_of(source))
+            row = row_of_name[block.name]
+            sums[row] += _sum_and_count(values_of(source))
         sums = world.sum_(sums)
         counts = sums[:, 1].clamp(min=1)
         means = sums[:, 0] / counts
@@ -175,32 +185,44 @@ class TensorStatistics(StepObserver):
         powers = torch.zeros(len(names), 3, dtype=torch.float64, device=divisor.device)
         largest = torch.zeros(len(names), dtype=torch.float64, device=divisor.device)
         for block, source in blocks:
-            row = rows[block.name]
+            row = row_of_name[block.name]
             values = values_of(source)
             powers[row] += _powers(values, means[row])
-            largest[row] = torch.maximum(largest[row], values.double().abs().amax())
+            largest_of_block = values.double().abs().amax()
+            largest[row] = torch.maximum(largest[row], largest_of_block)
         powers = world.sum_(powers) / counts[:, None]
         largest = world.max_(largest)
+        # the central moments, and the share of zeros
         second, fourth, zeros = powers.unbind(1)
+        # the mean of squares is the square of the mean and the second central moment
         rms = (means.square() + second).sqrt()
         kurtosis = fourth / second.square()
-        table = torch.stack((means / divisor, rms / divisor, largest / divisor, zeros, kurtosis), 1)
+        # in the order of `Moments`; the last two do not change if all numbers are divided
+        columns = (
+            means / divisor,
+            rms / divisor,
+            largest / divisor,
+            zeros,
+            kurtosis,
+        )
+        rows = torch.stack(columns, 1).tolist()
         has_elements = (sums[:, 1] > 0).tolist()
         moments: dict[str, Moments] = {}
-        for name, row, is_there in zip(names, table.tolist(), has_elements, strict=True):
+        for name, numbers, is_there in zip(names, rows, has_elements, strict=True):
             if is_there:
-                moments[name] = Moments(*row)
+                moments[name] = Moments(*numbers)
         return moments
 
     def _note_output(self, name: str, module: nn.Module, arguments: object, output: Tensor) -> None:
         """Add the squares of a layer's output and their number. An output that is computed again,
         or by several tensor-parallel ranks, adds to both as often, and their ratio stays the
         same."""
-        squares = output.detach().float().square().sum(dtype=torch.float64)
-        count = torch.full_like(squares, output.numel())
-        row = torch.stack((squares, count))
+        squares = output.detach().float().square()
+        sum_of_squares = squares.sum(dtype=torch.float64)
+        count = torch.full_like(sum_of_squares, output.numel())
+        of_this_pass = torch.stack((sum_of_squares, count))
         earlier = self._outputs.get(name)
-        self._outputs[name] = row if earlier is None else earlier + row
+        self._outputs[name] = of_this_pass if earlier is None else earlier + of_this_pass
 
     def _sizes_of_outputs(self) -> dict[str, float]:
         """Return the root mean square of each layer's output, by its name. Collective over the
@@ -210,13 +232,14 @@ class TensorStatistics(StepObserver):
             return {}
         device = self._optimizer.device
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
-        table = torch.stack([self._outputs.get(name, nothing) for name in names])
+        rows = [self._outputs.get(name, nothing) for name in names]
+        table = torch.stack(rows)
         sums = self._optimizer.world.sum_(table).tolist()
-        return {
-            name: math.sqrt(squares / count)
-            for name, (squares, count) in zip(names, sums, strict=True)
-            if count
-        }
+        sizes: dict[str, float] = {}
+        for name, (squares, count) in zip(names, sums, strict=True):
+            if count:
+                sizes[name] = math.sqrt(squares / count)
+        return sizes
 
 
 def _counted(buffers: Sequence[Buffer]) -> Iterator[_Block]:
@@ -232,14 +255,17 @@ def _counted(buffers: Sequence[Buffer]) -> Iterator[_Block]:
 
 
 def _gradient_of(block: _Block) -> Tensor:
+    """Return the gradients of a block, with the loss scale."""
     return block.buffer.local_grads[block.in_shard].detach()
 
 
 def _weights_of(block: _Block) -> Tensor:
+    """Return the masters of a block; they may be a view."""
     return masters_of(block.buffer, block.span)
 
 
 def _update_of(after_and_before: tuple[_Block, Tensor]) -> Tensor:
+    """Return the masters of a block minus those before the step, float64."""
     block, before = after_and_before
     return _weights_of(block).double() - before.double()
 
@@ -247,7 +273,8 @@ def _update_of(after_and_before: tuple[_Block, Tensor]) -> Tensor:
 def _sum_and_count(values: Tensor) -> Tensor:
     """Return the sum of values and their number: float64 [2]."""
     total = values.sum(dtype=torch.float64)
-    return torch.stack((total, torch.full_like(total, values.numel())))
+    count = torch.full_like(total, values.numel())
+    return torch.stack((total, count))
 
 
 def _powers(values: Tensor, mean: Tensor) -> Tensor:

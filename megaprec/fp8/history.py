@@ -43,7 +43,8 @@ class AmaxHistory:
         self.history = torch.zeros(recipe.history_length, count, device=device)
         self.step_amax = torch.zeros(count, device=device)
         self.overflowed = torch.zeros(count, dtype=torch.bool, device=device)
-        self._largest = torch.tensor([limit(dtype) for dtype in formats], device=device)
+        limits = [limit(dtype) for dtype in formats]  # the largest number of each format
+        self._largest = torch.tensor(limits, device=device)
 
     def record(self, column: int, amax: Tensor) -> None:
         """Record the amax, float32 of one element, of a tensor in one of the step's
@@ -67,11 +68,13 @@ class AmaxHistory:
         advances = self.step_amax > 0
         if self.recipe.history == "step":
             advances &= ~self.overflowed
+        # without the oldest step
         advanced = torch.cat([self.history[1:], self.step_amax[None]])
         history = torch.where(advances, advanced, self.history)
         self.history.copy_(history)
         amax = self._history_amax()
-        scale = torch.where(advances, self._compute_scale(amax), self.scale)
+        new_scale = self._compute_scale(amax)
+        scale = torch.where(advances, new_scale, self.scale)
         self.scale.copy_(scale)
         self.step_amax.zero_()
 
@@ -80,6 +83,7 @@ class AmaxHistory:
         recipe = self.recipe
         if recipe.scale_algo is not None:
             return recipe.scale_algo(amax, self.scale, self._largest, recipe)
+        # the margin leaves powers of two of room for amaxes that grow
         largest = self._largest * 2.0**-recipe.margin
         return scale_of(amax, largest, self.scale, recipe.power_2_scales)
 

@@ -106,11 +106,12 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
         encoder = tokenizers.Tokenizer.from_str(changed_definition)
     else:
         encoder = tokenizer
-    for each in (tokenizer, encoder):
+    for set_up in (tokenizer, encoder):
         # The file may ask for these, and they would change what a text's tokens are.
-        each.no_truncation()
-        each.no_padding()
-        each.encode_special_tokens = True
+        set_up.no_truncation()
+        set_up.no_padding()
+        # In a text they are text.
+        set_up.encode_special_tokens = True
 
     def encode(text: str) -> list[int]:
         try:
@@ -145,12 +146,14 @@ def characters_of(content: bytes) -> list[str] | None:
 
 def _takes_characters_alone(definition: Mapping[str, Any]) -> bool:
     """Return True if a text is split into its characters, and its tokens are joined to it again."""
-    splits = definition.get("pre_tokenizer")
-    if not isinstance(splits, dict) or definition.get("decoder") != {"type": "Fuse"}:
+    pre_tokenizer = definition.get("pre_tokenizer")
+    decoder = definition.get("decoder")
+    if not isinstance(pre_tokenizer, dict) or decoder != {"type": "Fuse"}:
         return False
     if any(definition.get(key) for key in CHANGES):
         return False
-    return all(splits.get(key) == value for key, value in SPLIT_INTO_CHARACTERS.items())
+    # it may have further keys
+    return all(pre_tokenizer.get(key) == value for key, value in SPLIT_INTO_CHARACTERS.items())
 
 
 def _characters_by_id(vocabulary: object) -> list[str] | None:
@@ -172,19 +175,23 @@ def character_encoder(characters: Sequence[str]) -> Encode:
     """
     code_points = np.array([ord(character) for character in characters])
     # the id of each code point, -1 if it has none; the last entry is that of all beyond
-    ids = np.full(code_points.max() + 2, -1, np.int32)
+    num_entries = code_points.max() + 2
+    ids = np.full(num_entries, -1, np.int32)
     ids[code_points] = np.arange(len(characters))
 
     def encode(text: str) -> list[int]:
         # half of a surrogate pair has a code point too, and no character has it
-        numbers = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-        encoded = ids[np.minimum(numbers, len(ids) - 1)]
-        missing = encoded < 0
-        if missing.any():
+        utf_32 = text.encode("utf-32-le", "surrogatepass")
+        numbers = np.frombuffer(utf_32, "<u4")
+        last_entry = len(ids) - 1
+        encoded = ids[np.minimum(numbers, last_entry)]
+        is_missing = encoded < 0
+        if is_missing.any():
+            first_missing = text[int(is_missing.argmax())]
             num_others = len(set(text) - set(characters)) - 1
             and_more = f" and {num_others} more of other kinds" if num_others else ""
             raise CharacterMissing(
-                f"{text[int(missing.argmax())]!r}{and_more} is none of its {len(characters)} "
+                f"{first_missing!r}{and_more} is none of its {len(characters)} "
                 "characters: leave such out, or learn the characters of a text that has them"
             )
         return encoded.tolist()
@@ -225,10 +232,11 @@ def rendered_encoder(definition: str) -> EncodeRendered:
 def _loaded_when_needed(definition: str) -> EncodeRendered:
     """Return a `rendered_encoder`, whose library reads the definition for the first chat: few texts
     are chats."""
-    load = cache(lambda: rendered_encoder(definition))
+    load_once = cache(lambda: rendered_encoder(definition))
 
     def encode_rendered(text: str, answers: Answers) -> tuple[list[int], NDArray[np.bool_]]:
-        return load()(text, answers)
+        encode = load_once()
+        return encode(text, answers)
 
     return encode_rendered
 
@@ -250,8 +258,10 @@ def without_special_tokens(definition: str) -> str:
         merge_count = len(model["merges"])
         model["merges"] = _merges_without(hidden, model)
         finds_whole_words = bool(model.get("ignore_merges"))
-        if len(model["merges"]) == merge_count and not finds_whole_words:
-            return ""  # no merge makes one of them
+        makes_none = len(model["merges"]) == merge_count
+        # neither a merge nor the look-up of a whole word gives one of them
+        if makes_none and not finds_whole_words:
+            return ""
     # random, so that no text can hold it
     prefix = uuid.uuid4().hex
     new_names = {token: f"{prefix} {token}" for token in hidden}
@@ -264,7 +274,8 @@ def _special_tokens(tokenizer: dict[str, Any]) -> set[str]:
     tokens: set[str] = set()
     for added in tokenizer.get("added_tokens") or ():
         token = added["content"]
-        if added.get("special") and len(token) > 1 and not BYTE.fullmatch(token):
+        is_one_unit = len(token) <= 1 or BYTE.fullmatch(token)
+        if added.get("special") and not is_one_unit:
             tokens.add(token)
     return tokens
 
@@ -285,7 +296,8 @@ def _merges_without(tokens: set[str], model: dict[str, Any]) -> list[Any]:
         # a pair, or in older files a text with a space between both
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         # the right half has the prefix of what continues a word, which the whole has not
-        if left + right[prefix_length:] not in tokens:
+        whole = left + right[prefix_length:]
+        if whole not in tokens:
             merges.append(merge)
     return merges
 
@@ -294,7 +306,8 @@ def _rename_tokens(
     tokenizer: dict[str, Any],
     names: dict[str, str],
 ) -> None:
-    """Give tokens new names wherever the definition has them."""
+    """Give tokens new names wherever the definition has them, in place. names: new ones by old
+    ones."""
 
     def new_name(token: str) -> str:
         return names.get(token, token)
@@ -314,7 +327,8 @@ def _rename_tokens(
 def is_json(content: bytes) -> bool:
     """Return True if the start of a tokenizer file is JSON, of Hugging Face; otherwise the file is
     SentencePiece's."""
-    return content[:64].lstrip().startswith(b"{")
+    start = content[:64].lstrip()
+    return start.startswith(b"{")
 
 
 def encode_pieces(
@@ -334,7 +348,8 @@ def encode_pieces(
     counted_of_pieces = [np.zeros(0, bool)]
     token_count = 0
     document_ends: list[int] = []
-    for number, (text, ends_document) in enumerate(zip(texts, ends, strict=True)):
+    pieces = zip(texts, ends, strict=True)
+    for number, (text, ends_document) in enumerate(pieces):
         marks_of_text = marks[number] if marks else None
         if marks_of_text and marks_of_text.rendered:
             assert encode_rendered
@@ -343,6 +358,7 @@ def encode_pieces(
             ids = encode(text)
             if ends_document and eos is not None:
                 ids = [*ids, eos]
+            # such a text is an answer as a whole, or no part of it is
             is_answer = marks_of_text is None or bool(marks_of_text.answers)
             counted = np.full(len(ids), is_answer)
         ids_of_pieces.append(np.array(ids, np.int32))
@@ -350,11 +366,9 @@ def encode_pieces(
         token_count += len(ids)
         if ends_document:
             document_ends.append(token_count)
-    return Encoded(
-        np.concatenate(ids_of_pieces),
-        np.array(document_ends, np.int64),
-        np.concatenate(counted_of_pieces) if marks else None,
-    )
+    ids_of_all = np.concatenate(ids_of_pieces)
+    counted_of_all = np.concatenate(counted_of_pieces) if marks else None
+    return Encoded(ids_of_all, np.array(document_ends, np.int64), counted_of_all)
 
 
 def send_request(
@@ -363,9 +377,13 @@ def send_request(
     ends: Sequence[bool],
     marks: Sequence[Marks] = (),
 ) -> None:
-    """Send a request to a worker; called in the main process."""
+    """Send a request to a worker, as the module's docstring has it; called in the main process.
+
+    texts: the pieces. ends: whether a document ends after each. marks: of each; empty: none.
+    """
     pieces = [text.encode() for text in texts]
-    sizes = np.array([len(piece) for piece in pieces], "<i8")
+    sizes_in_bytes = [len(piece) for piece in pieces]
+    sizes = np.array(sizes_in_bytes, "<i8")
     document_ends = np.array(ends, "u1")
     kinds = np.full(len(pieces), UNMARKED, "u1")
     answers: list[tuple[int, int, int]] = []
@@ -402,16 +420,19 @@ def read_answer(stream: IO[bytes]) -> Encoded:
 def _read_marks(stream: IO[bytes], num_pieces: int, num_answers: int) -> list[Marks]:
     """Return the marks of a request; none if it has none."""
     kinds = _read_array(stream, "u1", num_pieces)
-    table = _read_array(stream, "<i8", 3 * num_answers).reshape(-1, 3).tolist()
+    places = _read_array(stream, "<i8", 3 * num_answers)
+    table = places.reshape(-1, 3).tolist()
     if not kinds.any():
         return []
-    answers: list[list[tuple[int, int]]] = [[] for _ in range(num_pieces)]
+    answers_of_pieces: list[list[tuple[int, int]]] = [[] for _ in range(num_pieces)]
     for number, begin, end in table:
-        answers[number].append((begin, end))
-    return [
-        Marks(tuple(of_piece), bool(kind == RENDERED))
-        for of_piece, kind in zip(answers, kinds, strict=True)
-    ]
+        answers = answers_of_pieces[number]
+        answers.append((begin, end))
+    marks: list[Marks] = []
+    for answers, kind in zip(answers_of_pieces, kinds, strict=True):
+        is_rendered = bool(kind == RENDERED)
+        marks.append(Marks(tuple(answers), is_rendered))
+    return marks
 
 
 def serve(
@@ -423,6 +444,7 @@ def serve(
 ) -> None:
     """Answer requests until there are no more; called in a worker.
 
+    encode, eos, encode_rendered: as `encode_pieces` has them. requests, answers: streams.
     Raises EOFError if a request is incomplete.
     """
     # an empty read is the end of the input
@@ -437,17 +459,20 @@ def serve(
         begin = 0
         for piece_size in piece_sizes.tolist():
             end = begin + piece_size
-            texts.append(content[begin:end].decode())
+            piece = content[begin:end]
+            texts.append(piece.decode())
             begin = end
         try:
             encoded = encode_pieces(encode, texts, ends.tolist(), eos, marks, encode_rendered)
         except Exception as problem:  # the libraries raise bare Exception
             reason = str(problem).encode()
-            answers.write(HEAD.pack(REFUSED, len(reason), 0) + reason)
+            refusal = HEAD.pack(REFUSED, len(reason), 0)
+            answers.write(refusal + reason)
             answers.flush()
             continue
         flags = b"" if encoded.counted is None else encoded.counted.astype("u1").tobytes()
-        answers.write(HEAD.pack(len(encoded.ids), len(encoded.ends), len(flags)))
+        answer_head = HEAD.pack(len(encoded.ids), len(encoded.ends), len(flags))
+        answers.write(answer_head)
         answers.write(encoded.ends.astype("<i8", copy=False).tobytes())
         answers.write(encoded.ids.astype("<i4", copy=False).tobytes())
         answers.write(flags)
@@ -456,7 +481,8 @@ def serve(
 
 def _read_array(stream: IO[bytes], dtype: str, count: int) -> NDArray[Any]:
     """Return the next `count` numbers. Raises EOFError if there are fewer."""
-    content = _read_bytes(stream, count * np.dtype(dtype).itemsize)
+    itemsize = np.dtype(dtype).itemsize
+    content = _read_bytes(stream, count * itemsize)
     return np.frombuffer(content, dtype)
 
 
@@ -485,9 +511,9 @@ def main(path: str, eos: str) -> None:
         encode_rendered = _loaded_when_needed(definition)
     else:
         encode, _ = sentencepiece_encoder(content)
-    end = int(eos) if eos else None
+    eos_id = int(eos) if eos else None
     try:
-        serve(encode, end, sys.stdin.buffer, sys.stdout.buffer, encode_rendered)
+        serve(encode, eos_id, sys.stdin.buffer, sys.stdout.buffer, encode_rendered)
     except (EOFError, BrokenPipeError):
         # the main process was killed: no reader is left for an error or for buffered output
         os._exit(1)

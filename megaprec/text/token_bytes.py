@@ -50,13 +50,16 @@ def bytes_of_tokens(
     texts: those at hand. Numbers that add up to their bytes are right for them, whatever becomes of
         other texts.
     """
+    vocabulary = tokenizer.vocabulary()
     if isinstance(tokenizer, CharacterTokenizer):
-        bytes_of_characters = [len(character.encode()) for character in tokenizer.vocabulary()]
+        bytes_of_characters = [len(character.encode()) for character in vocabulary]
         return np.array([bytes_of_characters[number] for number in ids], np.int64)
-    spellings = {number: spelled for spelled, number in tokenizer.vocabulary().items()}
+    spellings = {number: spelled for spelled, number in vocabulary.items()}
+    # nothing says how a tokenizer spells bytes: the first way whose sums are right is its own
     for count in (_by_letters, _by_text):
         if _holds(tokenizer, spellings, count) or _holds_for(texts, tokenizer, spellings, count):
-            return np.array([count(tokenizer, spellings, number) for number in ids], np.int64)
+            numbers = [count(tokenizer, spellings, number) for number in ids]
+            return np.array(numbers, np.int64)
     return None
 
 
@@ -70,8 +73,9 @@ def _holds(tokenizer: Tokenizer, spellings: dict[int, str], count: _Count) -> bo
             ids = tokenizer.encode(text)
         except UserError:  # it has characters that no token is for
             return False
-        numbers = [count(tokenizer, spellings, number) for number in ids]
-        if NOT_KNOWN in numbers or sum(numbers) != len(text.encode()):
+        bytes_of_ids = [count(tokenizer, spellings, number) for number in ids]
+        nbytes = len(text.encode())
+        if NOT_KNOWN in bytes_of_ids or sum(bytes_of_ids) != nbytes:
             return False
     return True
 
@@ -82,8 +86,12 @@ def _holds_for(
     """Return True if there are texts, and the bytes that `count` gives to tokens add up to the
     bytes of each text."""
     for text in texts:
-        numbers = [count(tokenizer, spellings, number) for number in text.ids.tolist()]
-        if NOT_KNOWN in numbers or int(text.counts @ np.array(numbers, np.int64)) != text.nbytes:
+        ids = text.ids.tolist()
+        bytes_of_ids = [count(tokenizer, spellings, number) for number in ids]
+        if NOT_KNOWN in bytes_of_ids:
+            return False
+        nbytes = int(text.counts @ np.array(bytes_of_ids, np.int64))
+        if nbytes != text.nbytes:
             return False
     return bool(texts)
 
@@ -100,12 +108,13 @@ def _by_text(tokenizer: Tokenizer, spellings: dict[int, str], number: int) -> in
     for a single byte, such as <0x0A>."""
     if number == tokenizer.unk:
         return NOT_KNOWN
-    if BYTE_PIECE.fullmatch(spellings.get(number, "")):
+    spelling = spellings.get(number, "")
+    if BYTE_PIECE.fullmatch(spelling):
         return 1
     try:
         anchor = tokenizer.encode(ANCHOR)
     except UserError:  # its texts have no such letter
         anchor = []
-    before = tokenizer.decode(anchor)
-    text = tokenizer.decode([*anchor, number])
-    return len(text.encode()) - len(before.encode())
+    text_before = tokenizer.decode(anchor)
+    text_after = tokenizer.decode([*anchor, number])
+    return len(text_after.encode()) - len(text_before.encode())

@@ -60,11 +60,13 @@ def best_fit(document_lengths: Integers, seq_length: int) -> PackedPieces:
     Takes time in n log n for n pieces, and about 100 bytes for each while it runs.
     """
     starts, lengths, continues, goes_on = _cut(document_lengths, seq_length)
-    sample_of_piece = _in_file_order(_assign(lengths, seq_length))
+    sample_of_piece = _assign(lengths, seq_length)
+    sample_of_piece = _in_file_order(sample_of_piece)
     # stable: pieces of a sample stay in the order of the file
     by_sample = np.argsort(sample_of_piece, kind="stable")
     pieces_of_sample = np.bincount(sample_of_piece)
-    first_pieces = np.concatenate(([0], np.cumsum(pieces_of_sample)))
+    end_pieces = np.cumsum(pieces_of_sample)
+    first_pieces = np.concatenate(([0], end_pieces))
     return PackedPieces(
         starts=starts[by_sample],
         lengths=lengths[by_sample],
@@ -80,12 +82,17 @@ def _in_file_order(sample_of_piece: Integers) -> Integers:
     sample_of_piece: of pieces in the order of the file, int64 [pieces]; each sample has a piece.
     """
     num_pieces = len(sample_of_piece)
-    num_samples = int(sample_of_piece.max()) + 1 if num_pieces else 0
+    num_samples = 0
+    if num_pieces:
+        num_samples = int(sample_of_piece.max()) + 1
     first_piece = np.full(num_samples, num_pieces, np.int64)  # of each sample
     # from the last piece to the first: of several writes the last one stays
-    first_piece[sample_of_piece[::-1]] = np.arange(num_pieces)[::-1]
+    last_to_first = np.arange(num_pieces)[::-1]
+    sample_of_each = sample_of_piece[::-1]
+    first_piece[sample_of_each] = last_to_first
+    in_file_order = np.argsort(first_piece)
     new_number = np.empty(num_samples, np.int64)
-    new_number[np.argsort(first_piece)] = np.arange(num_samples)
+    new_number[in_file_order] = np.arange(num_samples)
     return new_number[sample_of_piece]
 
 
@@ -96,15 +103,19 @@ def _cut(
     documents of a stream are cut, in its order (`PackedPieces`)."""
     pieces_of_document = -(-document_lengths // seq_length)  # rounded up
     num_pieces = int(pieces_of_document.sum())
-    document_of_piece = np.repeat(np.arange(len(document_lengths)), pieces_of_document)
+    documents = np.arange(len(document_lengths))
+    document_of_piece = np.repeat(documents, pieces_of_document)
     pieces_before_document = np.cumsum(pieces_of_document) - pieces_of_document
-    number_in_document = np.arange(num_pieces) - pieces_before_document[document_of_piece]
+    first_of_document = pieces_before_document[document_of_piece]
+    number_in_document = np.arange(num_pieces) - first_of_document
     offset_in_document = number_in_document * seq_length
     left_of_document = document_lengths[document_of_piece] - offset_in_document
     document_starts = np.cumsum(document_lengths) - document_lengths
     starts = document_starts[document_of_piece] + offset_in_document
-    lengths = np.minimum(left_of_document, seq_length).astype(np.int32)
-    return starts, lengths, number_in_document > 0, left_of_document > seq_length
+    lengths = np.minimum(left_of_document, seq_length)
+    continues = number_in_document > 0
+    goes_on = left_of_document > seq_length
+    return starts, lengths.astype(np.int32), continues, goes_on
 
 
 def _assign(lengths: NDArray[np.int32], seq_length: int) -> Integers:
@@ -119,31 +130,38 @@ def _assign(lengths: NDArray[np.int32], seq_length: int) -> Integers:
     rooms = _Rooms()
     num_samples = 0
     placed = 0  # number of pieces that have a sample
-    for length in np.flatnonzero(pieces_by_length)[::-1].tolist():
+    # from the longest to the shortest
+    present_lengths = np.flatnonzero(pieces_by_length)[::-1]
+    for length in present_lengths.tolist():
         end = placed + int(pieces_by_length[length])  # of the pieces of this length
         while placed < end:
             # all samples with the least room that a piece of this length fits in
             samples, room = rooms.take_least(length)
             fitting = room // length  # pieces that fit each of these samples
+            remaining = end - placed
             if not len(samples):  # begin as many samples as the remaining pieces need
                 room = seq_length
                 fitting = room // length
-                begun = -(-(end - placed) // fitting)  # rounded up
-                samples = np.arange(num_samples, num_samples + begun)
-                num_samples += begun
+                num_begun = -(-remaining // fitting)  # rounded up
+                samples = np.arange(num_samples, num_samples + num_begun)
+                num_samples += num_begun
             # fill one of these samples after the other
-            count = min(end - placed, len(samples) * fitting)
+            count = min(remaining, len(samples) * fitting)
             pieces = longest_first[placed : placed + count]
-            sample_of_piece[pieces] = np.repeat(samples, fitting)[:count]
+            places = np.repeat(samples, fitting)
+            sample_of_piece[pieces] = places[:count]
             placed += count
             # the last sample that took any piece may have taken fewer than fit
             num_full, rest = divmod(count, fitting)
-            rooms.put(samples[:num_full], room - fitting * length)
+            filled = samples[:num_full]
+            rooms.put(filled, room - fitting * length)
             num_touched = num_full
             if rest:
-                rooms.put(samples[num_full : num_full + 1], room - rest * length)
+                partly_filled = samples[num_full : num_full + 1]
+                rooms.put(partly_filled, room - rest * length)
                 num_touched += 1
-            rooms.put(samples[num_touched:], room)
+            untouched = samples[num_touched:]
+            rooms.put(untouched, room)
     return sample_of_piece
 
 
@@ -152,7 +170,7 @@ class _Rooms:
 
     def __init__(self) -> None:
         self._rooms: list[int] = []  # those of any sample, ascending
-        self._samples: dict[int, list[Integers]] = {}
+        self._samples: dict[int, list[Integers]] = {}  # by room
 
     def put(self, samples: Integers, room: int) -> None:
         """Add samples of equal room; those that are full are left out."""
@@ -170,6 +188,7 @@ class _Rooms:
         if index == len(self._rooms):
             return np.empty(0, np.int64), 0
         room = self._rooms.pop(index)
-        samples = np.concatenate(self._samples.pop(room))
+        groups = self._samples.pop(room)
+        samples = np.concatenate(groups)
         samples.sort()
         return samples, room

@@ -46,7 +46,8 @@ class WeightedStretch(NamedTuple):
     @classmethod
     def first(cls, weights: Sequence[float]) -> "WeightedStretch":
         """Return the stretch of a run that begins with these weights."""
-        return cls(0, tuple(weights), (0,) * len(weights))
+        none_taken = (0,) * len(weights)
+        return cls(0, tuple(weights), none_taken)
 
 
 class _Mixture:
@@ -55,7 +56,8 @@ class _Mixture:
     def __init__(self, stretch: WeightedStretch) -> None:
         self.begin = stretch.begin
         self._taken = np.array(stretch.taken, dtype=np.int64)
-        self._pattern = pattern(shares(stretch.weights))
+        shares_of_period = shares(stretch.weights)
+        self._pattern = pattern(shares_of_period)
         self._samples_of_period = np.bincount(self._pattern, minlength=len(stretch.weights))
         # for each position in the period, the number of earlier samples of the same data set
         self._num_earlier = np.empty_like(self._pattern)
@@ -69,16 +71,19 @@ class _Mixture:
 
         positions: int64, an array or a number, as are the results.
         """
-        periods, positions_in_period = np.divmod(positions - self.begin, len(self._pattern))
+        since_begin = positions - self.begin
+        periods, positions_in_period = np.divmod(since_begin, len(self._pattern))
         parts = self._pattern[positions_in_period]
+        before_stretch = self._taken[parts]
         in_earlier_periods = periods * self._samples_of_period[parts]
         earlier_in_period = self._num_earlier[positions_in_period]
-        numbers = self._taken[parts] + in_earlier_periods + earlier_in_period
+        numbers = before_stretch + in_earlier_periods + earlier_in_period
         return parts, numbers
 
     def taken_before(self, position: int) -> list[int]:
         """Return how many samples each data set has given before a position of this stretch."""
-        periods, remainder = divmod(position - self.begin, len(self._pattern))
+        since_begin = position - self.begin
+        periods, remainder = divmod(since_begin, len(self._pattern))
         last_period = self._pattern[:remainder]
         of_last_period = np.bincount(last_period, minlength=len(self._taken))
         of_full_periods = periods * self._samples_of_period
@@ -106,9 +111,11 @@ class Blend:
         self._names = names
         # of all samples, held-out ones too: an id stays the same whatever is held out
         total_ids = [samples.total_ids for samples in parts]
-        self._id_offsets = np.concatenate(([0], np.cumsum(total_ids)))
+        ids_so_far = np.cumsum(total_ids)
+        self._id_offsets = np.concatenate(([0], ids_so_far))
         self._mixtures = [_Mixture(stretch) for stretch in stretches]
-        self._begins = np.array([stretch.begin for stretch in stretches], dtype=np.int64)
+        begins = [stretch.begin for stretch in stretches]
+        self._begins = np.array(begins, dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
@@ -132,8 +139,9 @@ class Blend:
             if not len(rows):
                 continue
             # a data set's samples in a blend follow each other
-            first = int(number_in_part[rows[0]])
-            batches.append(samples.batch(first, len(rows)))
+            first_row = rows[0]
+            first_number = int(number_in_part[first_row])
+            batches.append(samples.batch(first_number, len(rows)))
             rows_by_part.append(rows)
         # the batches are joined by data set; this brings their rows back into the blend's order
         joined_rows = np.concatenate(rows_by_part)
@@ -177,7 +185,8 @@ class Blend:
         distinct_indices = set(index_of_stretch.ravel().tolist())
         for index in distinct_indices:
             is_in_stretch = index_of_stretch == index
-            located = self._mixtures[index].locate(positions[is_in_stretch])
+            mixture = self._mixtures[index]
+            located = mixture.locate(positions[is_in_stretch])
             parts[is_in_stretch], numbers[is_in_stretch] = located
         return parts, numbers
 
@@ -195,14 +204,16 @@ class Blend:
 
     def samples_taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
-        mixture = self._mixtures[_index_at(self.stretches, samples)]
+        index = _index_at(self.stretches, samples)
+        mixture = self._mixtures[index]
         return mixture.taken_before(samples)
 
 
 def taken_before(stretches: Sequence[WeightedStretch], position: int) -> list[int]:
     """Return how many samples each data set has given before a position."""
-    stretch = stretches[_index_at(stretches, position)]
-    return _Mixture(stretch).taken_before(position)
+    index = _index_at(stretches, position)
+    mixture = _Mixture(stretches[index])
+    return mixture.taken_before(position)
 
 
 def _index_at(stretches: Sequence[WeightedStretch], position: int) -> int:
@@ -225,9 +236,10 @@ def shares(weights: Sequence[float]) -> list[int]:
     ratio = [numerator // divisor for numerator in numerators]
     period = sum(ratio)
     if period > LONGEST_PERIOD:
+        listed = ", ".join(map(repr, weights))
         raise UserError.of(
             "data.blend_weights_too_fine",
-            weights=", ".join(map(repr, weights)),
+            weights=listed,
             longest_period=LONGEST_PERIOD,
         )
     return ratio
@@ -255,8 +267,9 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
             heapq.heappush(ready, (deadline, part, number))
         _, part, number = heapq.heappop(ready)
         parts[position] = part
-        next_earliest = (number + 1) * period // shares[part]
-        heapq.heappush(waiting, (next_earliest, part, number + 1))
+        next_number = number + 1
+        next_earliest = next_number * period // shares[part]
+        heapq.heappush(waiting, (next_earliest, part, next_number))
     return parts
 
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from megaprec.errors import UserError
 from megaprec.tokens.blend import LONGEST_PERIOD, WeightedStretch, shares, taken_before
 
-LINEAR_STEPS = 100
-SHARES_OF_STEP = 1000
+LINEAR_STEPS = 100  # parts of a phase with linear weights
+SHARES_OF_STEP = 1000  # the finest share of a data set in such a part is 1 of these
 
 Points = tuple[tuple[int, float], ...]
 """Pairs of a number of samples and the weight from there on. The first is at 0, and the numbers
@@ -49,7 +49,8 @@ class BlendPhases:
     @classmethod
     def constant(cls, weights: Sequence[float]) -> "BlendPhases":
         """Return those of a blend whose weights never change."""
-        return cls(tuple(((0, weight),) for weight in weights))
+        points = tuple(((0, weight),) for weight in weights)
+        return cls(points)
 
     @property
     def changes(self) -> bool:
@@ -59,7 +60,10 @@ class BlendPhases:
     @property
     def begins(self) -> list[int]:
         """Return the positions of all points, at which phases begin."""
-        return sorted({samples for points in self.points for samples, _ in points})
+        begins = set[int]()
+        for points in self.points:
+            begins.update(samples for samples, _ in points)
+        return sorted(begins)
 
     @property
     def first_weights(self) -> list[float]:
@@ -85,7 +89,8 @@ class BlendPhases:
             if self._is_sloped(phase):
                 total += LINEAR_STEPS * SHARES_OF_STEP
             else:
-                total += sum(shares(self._plain_weights(phase.begin)))
+                weights = self._plain_weights(phase.begin)
+                total += sum(shares(weights))
             if total > LONGEST_PERIOD:
                 raise UserError.of(
                     "data.blend_phases_too_fine",
@@ -99,7 +104,8 @@ class BlendPhases:
         taken: the number of samples that each data set has given before `begin`; empty: none.
         """
         planned = list[WeightedStretch]()
-        taken_now = tuple(taken) or (0,) * len(self.points)  # before the phase
+        none_taken = (0,) * len(self.points)
+        taken_now = tuple(taken) or none_taken  # before the phase
         for phase in self._phases(begin):
             if planned:
                 taken_now = tuple(taken_before(planned[-1:], phase.begin))
@@ -114,7 +120,8 @@ class BlendPhases:
 
     def _phases(self, begin: int) -> Iterator[_Phase]:
         """Yield the phases from a position on."""
-        borders = [begin, *(later for later in self.begins if later > begin)]
+        later_begins = [later for later in self.begins if later > begin]
+        borders = [begin, *later_begins]
         for first, end in pairwise(borders):
             yield _Phase(first, end)
         yield _Phase(borders[-1], None)
@@ -143,7 +150,8 @@ class BlendPhases:
         as_read = [Fraction(repr(number)) for number in floats]
         if as_read == weights:
             return floats
-        denominator = math.lcm(*(weight.denominator for weight in weights))
+        denominators = [weight.denominator for weight in weights]
+        denominator = math.lcm(*denominators)
         return tuple(float(weight * denominator) for weight in weights)
 
     def _parts(
@@ -167,10 +175,16 @@ class BlendPhases:
             missing = list[Fraction]()  # of each data set, samples that the part should have
             lines = zip(first_shares, last_shares, taken_before_phase, taken, strict=True)
             for first_share, last_share, num_before, num_taken in lines:
-                # the area under the line from the beginning of the phase to the end of the part
-                wanted = first_share * end + (last_share - first_share) * end * end / (2 * length)
-                missing.append(max(Fraction(0), num_before + wanted - num_taken))
-            weights = _in_whole_parts(missing, min(SHARES_OF_STEP, end - begin))
+                # the area under the line from the beginning of the phase to the end of the part:
+                # a rectangle and a triangle
+                rise = last_share - first_share
+                wanted = first_share * end + rise * end * end / (2 * length)
+                lacking = num_before + wanted - num_taken
+                # a data set may be ahead of its line, by rounding of an earlier part
+                missing.append(max(Fraction(0), lacking))
+            # a part has no more shares than samples
+            num_shares = min(SHARES_OF_STEP, end - begin)
+            weights = _in_whole_parts(missing, num_shares)
             stretch = WeightedStretch(phase.begin + begin, weights, taken)
             yield stretch
             taken = tuple(taken_before([stretch], phase.begin + end))
@@ -185,8 +199,9 @@ def _weight_at(points: Points, position: int, linear: bool) -> Fraction:
     is_behind_all = len(begun) == len(points)
     if not linear or is_behind_all:
         return weight
-    end, next_weight = points[len(begun)]
-    slope = (Fraction(repr(next_weight)) - weight) / (end - begin)
+    end, later_weight = points[len(begun)]
+    next_weight = Fraction(repr(later_weight))
+    slope = (next_weight - weight) / (end - begin)
     return weight + slope * (position - begin)
 
 

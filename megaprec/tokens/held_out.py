@@ -46,6 +46,7 @@ class Ranges:
         return cls(begins, ends)
 
     def __len__(self) -> int:
+        """Return how many numbers all ranges have together."""
         total = self._lengths().sum()
         return int(total)
 
@@ -81,13 +82,17 @@ class Ranges:
         turn: within the round, from 0 on.
         """
         lengths = self._lengths()
+        largest_length = lengths.max()
         order = _spread_order(len(lengths))
         # only the longest ranges, which may be all, have a number for the last round
-        longest = order[lengths[order] == lengths.max()]
-        is_last_round = position_in_range == lengths.max() - 1
+        is_longest = lengths[order] == largest_length
+        longest = order[is_longest]
+        is_last_round = position_in_range == largest_length - 1
         # of other rounds turns may be beyond the longest: any value does, it is not selected
-        in_last_round = longest[np.minimum(turn, len(longest) - 1)]
-        return np.where(is_last_round, in_last_round, order[turn])
+        possible_turn = np.minimum(turn, len(longest) - 1)
+        in_last_round = longest[possible_turn]
+        in_other_rounds = order[turn]
+        return np.where(is_last_round, in_last_round, in_other_rounds)
 
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`. If it is one of them, that is its
@@ -119,7 +124,8 @@ class Ranges:
         """Return the first `count` numbers in ascending order."""
         # of `count`, what is left for each range after those before it
         left_over = count - self._numbers_before()
-        taken = np.clip(left_over, 0, self._lengths())
+        lengths = self._lengths()
+        taken = np.clip(left_over, 0, lengths)
         ends = self.begins + taken
         return Ranges(self.begins, ends)
 
@@ -136,7 +142,8 @@ class Ranges:
         # below 0 where two are apart
         differences = ends - begins
         overlaps = np.clip(differences, 0, None)
-        return int(overlaps.sum())
+        num_shared = overlaps.sum()
+        return int(num_shared)
 
 
 def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges]:
@@ -169,7 +176,8 @@ def _pieces_everywhere(total: int, held_out: int) -> Ranges:
     stretch_begins = _integers(borders[:-1])
     stretch_ends = _integers(borders[1:])
     stretch_sizes = stretch_ends - stretch_begins
-    begins = stretch_begins + _begins_within(stretch_sizes, sizes)
+    begins_within = _begins_within(stretch_sizes, sizes)
+    begins = stretch_begins + begins_within
     ends = begins + sizes
     return Ranges(begins, ends, in_turn=True)
 
@@ -186,14 +194,16 @@ def _between(pieces: Ranges, total: int) -> Ranges:
 def all_evaluated(total: int, rule: HeldOutRule) -> Ranges:
     """Return all `total` samples of a stream that is evaluated, in the order in which evaluations
     take them: by the rule "everywhere" from all over the stream, else in that of the file."""
-    return taken_in_turn(total) if rule == "everywhere" else Ranges.single(0, total)
+    if rule == "everywhere":
+        return taken_in_turn(total)
+    return Ranges.single(0, total)
 
 
 def taken_in_turn(total: int) -> Ranges:
     """Return all `total` samples of a stream, in an order any beginning of which is from all over
     the stream."""
     parts = min(PIECES, total)
-    parts = max(1, parts)
+    parts = max(1, parts)  # also of no samples
     sizes = _equal_parts(total, parts)
     ends = np.cumsum(sizes)
     begins = ends - sizes

@@ -39,7 +39,9 @@ def order(
     if not shuffle:
         return indices
     sample_numbers = np.empty_like(indices)
-    distinct_epochs = set(epochs.ravel().tolist())  # np.unique imports numpy.ma, in every process
+    # not np.unique, which imports numpy.ma, in every process
+    epoch_of_each = epochs.ravel().tolist()
+    distinct_epochs = set(epoch_of_each)
     for epoch in distinct_epochs:
         is_of_epoch = epochs == epoch
         indices_of_epoch = indices[is_of_epoch]
@@ -55,10 +57,13 @@ def draw(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
     number generators", 2014), modulo n: for n tokens, which are fewer than 2**48, no number is more
     likely than another by more than one part in 2**16.
     """
-    digest = hashlib.blake2b(f"{seed}:draw".encode(), digest_size=8).digest()
+    name = f"{seed}:draw".encode()
+    digest = hashlib.blake2b(name, digest_size=8).digest()
     start = np.frombuffer(digest, dtype="<u8")
-    states = start + positions.astype(np.uint64) * GOLDEN
-    return (_mix(states) % np.uint64(n)).astype(np.int64)
+    steps = positions.astype(np.uint64)
+    states = start + steps * GOLDEN
+    numbers = _mix(states) % np.uint64(n)
+    return numbers.astype(np.int64)
 
 
 def permute(
@@ -75,7 +80,8 @@ def permute(
     name = f"{seed}:{epoch}".encode()
     digest = hashlib.blake2b(name, digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
-    images = _feistel(indices.astype(np.uint64), half_bits, keys)
+    numbers = indices.astype(np.uint64)
+    images = _feistel(numbers, half_bits, keys)
     # cycle walking
     while (outside := images >= n).any():
         images[outside] = _feistel(images[outside], half_bits, keys)
@@ -89,7 +95,7 @@ def _feistel(
 ) -> NDArray[np.uint64]:
     """Return the images of `numbers` under a permutation of all numbers of 2 * `half_bits` bits."""
     one = np.uint64(1)
-    mask = (one << half_bits) - one
+    mask = (one << half_bits) - one  # the lower half of the bits
     left = numbers >> half_bits
     right = numbers & mask
     for key in keys:

@@ -13,6 +13,7 @@ For attention and positions a piece is a document, and the padding of a sample o
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -80,32 +81,37 @@ class PackedSamples(Samples):
         epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
         ids = self._ids(positions)
-        spans_by_row = [self._spans(sample_id) for sample_id in ids.tolist()]
-        self._dataset.prepare_spans(span for spans in spans_by_row for span in spans)
+        sample_ids = ids.tolist()
+        spans_by_row = [self._spans(sample_id) for sample_id in sample_ids]
+        # all at once, so that a file elsewhere is asked for them together
+        self._dataset.prepare_spans(chain.from_iterable(spans_by_row))
         # one token more: inputs and targets are shifted against each other
         rows = np.full((count, self._seq_length + 1), PADDING, np.int64)
         for row, spans in zip(rows, spans_by_row, strict=True):
             column = 0
             for start, stop in spans:
-                end_column = column + stop - start
-                row[column:end_column] = self._dataset.tokens(start, stop - start)
+                num_tokens = stop - start
+                end_column = column + num_tokens
+                row[column:end_column] = self._dataset.tokens(start, num_tokens)
                 column = end_column
-        mask = np.stack([self._mask(sample_id) for sample_id in ids.tolist()])
+        masks = [self._mask(sample_id) for sample_id in sample_ids]
+        mask = np.stack(masks).astype(np.float32)
         text = torch.from_numpy(rows)
         batch = Batch(
             tokens=text[:, :-1].contiguous(),
             targets=text[:, 1:].contiguous(),
             ids=torch.from_numpy(ids),
-            mask=torch.from_numpy(mask.astype(np.float32)),
+            mask=torch.from_numpy(mask),
         )
-        return self._with_documents(batch, ids.tolist())
+        return self._with_documents(batch, sample_ids)
 
     def padding(self, position: int, count: int) -> int:
         """Return how many tokens of the samples at positions [position, position + count) of the
         run are padding."""
-        ids = self._ids(np.arange(position, position + count, dtype=np.int64))
+        positions = np.arange(position, position + count, dtype=np.int64)
+        sample_ids = self._ids(positions).tolist()
         num_filled = 0
-        for sample_id in ids.tolist():
+        for sample_id in sample_ids:
             pieces = self._pieces.pieces_of(sample_id)
             lengths = self._pieces.lengths[pieces.start : pieces.stop]
             num_filled += int(lengths.sum())
@@ -147,8 +153,10 @@ class PackedSamples(Samples):
         spans: list[tuple[int, int]] = []
         for piece in self._pieces.pieces_of(sample_id):
             start = int(self._pieces.starts[piece])
+            length = int(self._pieces.lengths[piece])
             # a document that goes on fills the sample, and has one more token, the last target
-            length = int(self._pieces.lengths[piece]) + int(self._pieces.goes_on[piece])
+            if self._pieces.goes_on[piece]:
+                length += 1
             spans.append((start, start + length))
         return tuple(spans)
 
@@ -158,15 +166,17 @@ class PackedSamples(Samples):
         # the token before it; padding does not
         counted = np.zeros(self._seq_length + 1, bool)
         column = 0
+        pieces = self._pieces.pieces_of(sample_id)
         spans = self._spans(sample_id)
-        for piece, (start, stop) in zip(self._pieces.pieces_of(sample_id), spans, strict=True):
-            end_column = column + stop - start
+        for piece, (start, stop) in zip(pieces, spans, strict=True):
+            num_tokens = stop - start
+            end_column = column + num_tokens
             counted[column:end_column] = True
             # the first token of a piece that continues a document is a target of the piece before
             if self._resets.eod_mask_loss or self._pieces.continues[piece]:
                 counted[column] = False
             if self._resets.loss_mask:
-                counted[column:end_column] &= self._dataset.counted(start, stop - start)
+                counted[column:end_column] &= self._dataset.counted(start, num_tokens)
             column = end_column
         return counted[1:]
 
@@ -179,8 +189,10 @@ class PackedSamples(Samples):
             lengths = self._pieces.lengths[pieces.start : pieces.stop].tolist()
             num_padding = self._seq_length - sum(lengths)
             lengths.append(num_padding)  # as one more document
-            documents[row] = np.repeat(np.arange(len(lengths)), lengths)
-            positions[row] = np.concatenate([np.arange(length) for length in lengths])
+            numbers = np.arange(len(lengths))
+            documents[row] = np.repeat(numbers, lengths)
+            places_of_pieces = [np.arange(length) for length in lengths]
+            positions[row] = np.concatenate(places_of_pieces)
         if self._resets.attention_mask:
             batch = replace(batch, documents=torch.from_numpy(documents))
         if self._resets.position_ids:
@@ -192,8 +204,10 @@ class PackedSamples(Samples):
         counted_of_piece = np.empty(len(self._pieces.starts), np.int64)
         for pieces, numbers in self._counted_by_piece():
             counted_of_piece[pieces] = numbers
+        # before each piece, and at the end
         counted_before = np.concatenate(([0], np.cumsum(counted_of_piece)))
-        by_sample = np.diff(counted_before[self._pieces.first_pieces])
+        before_samples = counted_before[self._pieces.first_pieces]
+        by_sample = np.diff(before_samples)
         return by_sample[self._chosen_numbers()]
 
     def _counted_by_piece(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -219,9 +233,12 @@ class PackedSamples(Samples):
             counted = np.ones(end - begin, bool)
             if self._resets.loss_mask:
                 counted = self._dataset.counted(begin, end - begin)
+            # before each token of the group, and at its end
             counted_before = np.concatenate(([0], np.cumsum(counted)))
-            behind_first = counted_before[stops - begin] - counted_before[starts - begin + 1]
-            first_counts = counted[starts - begin] & can_first_count[group]
+            first_tokens = starts - begin
+            ends = stops - begin
+            behind_first = counted_before[ends] - counted_before[first_tokens + 1]
+            first_counts = counted[first_tokens] & can_first_count[group]
             yield group, behind_first + first_counts
 
 
@@ -249,12 +266,15 @@ def split_packed(
     _require_samples(dataset, pieces, seq_length, needed)
     if not held_out_count:
         everything = Ranges.single(0, total)
-        return PackedSamples(dataset, pieces, seq_length, seed, shuffle, everything, resets), None
+        samples = PackedSamples(dataset, pieces, seq_length, seed, shuffle, everything, resets)
+        return samples, None
     # a fraction near 1 must leave one for training
-    trained, kept = divide(total, min(held_out_count, total - 1), rule)
+    held_out_count = min(held_out_count, total - 1)
+    trained, evaluated = divide(total, held_out_count, rule)
     training = PackedSamples(dataset, pieces, seq_length, seed, shuffle, trained, resets)
     # never shuffled: an evaluation takes the same samples each time
-    return training, PackedSamples(dataset, pieces, seq_length, seed, False, kept, resets)
+    evaluation = PackedSamples(dataset, pieces, seq_length, seed, False, evaluated, resets)
+    return training, evaluation
 
 
 def evaluated_packed(

@@ -13,11 +13,15 @@ from torch import Tensor
 from models.attention.flash_windows import Documents
 from models.attention.kernels import KernelInputs
 
-MOST_LOGITS = 1 << 24  # of a block, of all samples and heads
+# Of a block of rows, over all samples and heads: 64 MiB in FP32.
+MOST_LOGITS = 1 << 24
 
 
 class LargestLogits:
-    """The largest logits of this rank's heads, over the passes of a step: float64 [n]."""
+    """The largest logits of this rank's heads, over the passes of a step.
+
+    values: float64 [n], -inf before the first pass.
+    """
 
     def __init__(self, heads: int, device: torch.device) -> None:
         self.values = torch.empty(heads, dtype=torch.float64, device=device)
@@ -51,8 +55,10 @@ def largest_logits(query: Tensor, key: Tensor, inputs: KernelInputs) -> Tensor:
     largest_products = query.new_full((heads,), -torch.inf, dtype=torch.float64)
     # Queries are grouped by their head of key, so that no key is copied.
     groups = key.shape[1]
-    queries = _for_products(query).unflatten(1, (groups, -1))  # [b, groups, n / groups, s, d]
-    keys = _for_products(key).unsqueeze(2).mT  # [b, groups, 1, d, s]
+    queries = _for_products(query)
+    queries = queries.unflatten(1, (groups, -1))  # [b, groups, n / groups, s, d]
+    keys = _for_products(key)
+    keys = keys.unsqueeze(2).mT  # [b, groups, 1, d, s]
     for first in range(0, length, rows_of_block):
         stop = min(first + rows_of_block, length)
         # no row attends to a token after the last row of the block
@@ -60,7 +66,8 @@ def largest_logits(query: Tensor, key: Tensor, inputs: KernelInputs) -> Tensor:
         by_head = products.flatten(1, 2)  # [b, n, rows, columns]
         attends = _attends(inputs, first, stop, query.device)
         by_head.masked_fill_(~attends, -torch.inf)
-        largest_of_block = by_head.amax((0, 2, 3)).double()
+        largest_of_block = by_head.amax((0, 2, 3))  # [n]
+        largest_of_block = largest_of_block.double()
         torch.maximum(largest_products, largest_of_block, out=largest_products)
     factor = inputs.config.attention_scalar**-0.5
     return largest_products * factor
@@ -74,7 +81,8 @@ def _for_products(x: Tensor) -> Tensor:
     """
     if x.device.type == "cuda" and x.dtype == torch.bfloat16:
         return x
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide)
 
 
 def _attends(inputs: KernelInputs, first: int, stop: int, device: torch.device) -> Tensor:
@@ -83,16 +91,19 @@ def _attends(inputs: KernelInputs, first: int, stop: int, device: torch.device) 
     # a mask of the whole sequences, which has window and documents in it
     if isinstance(inputs.mask, Tensor):
         return inputs.mask[..., first:stop, :stop]
-    rows = torch.arange(first, stop, device=device)[:, None]
+    row_numbers = torch.arange(first, stop, device=device)
+    rows = row_numbers[:, None]
     columns = torch.arange(stop, device=device)
     attends = columns <= rows
     window = inputs.config.window
     if window:
+        # the token itself is one of the window
         attends &= columns > rows - window
     if isinstance(inputs.mask, Documents):
         document_of_token = inputs.mask.numbers  # [b, s]
         document_of_row = document_of_token[:, first:stop, None]
         document_of_column = document_of_token[:, None, :stop]
         same_document = document_of_row == document_of_column
-        attends = attends & same_document.unsqueeze(1)
+        of_all_heads = same_document.unsqueeze(1)
+        attends = attends & of_all_heads
     return attends

@@ -51,11 +51,11 @@ class AttentionLogits:
         self._names = _names_of_attentions(config)
         self._attentions: dict[str, Attention] = {}
         for stage in stages:
-            for module in stage.modules():
-                if isinstance(module, Attention):
-                    local_heads = config.heads // module.context.tp.size
-                    module.largest_logits = LargestLogits(local_heads, device)
-                    self._attentions[module.name] = module
+            attentions = [module for module in stage.modules() if isinstance(module, Attention)]
+            for attention in attentions:
+                local_heads = config.heads // attention.context.tp.size
+                attention.largest_logits = LargestLogits(local_heads, device)
+                self._attentions[attention.name] = attention
 
     def clear(self) -> None:
         """Begin a new step."""
@@ -86,14 +86,18 @@ class AttentionLogits:
             return None
         factors: dict[str, Tensor] = {}
         for name, largest_of_heads in zip(self._names, largest, strict=True):
-            config_of_layer = self._config.kind_of_layer(self._layer_of(name))
+            layer = self._layer_of(name)
+            config_of_layer = self._config.kind_of_layer(layer)
             factors |= clip_factors(config_of_layer, self._clip, name, largest_of_heads)
         return RowFactors(factors)
 
     def _layer_of(self, name: str) -> int:
         """Return the number of the layer of an attention; for a module of multi-token prediction
         that of the model's last layer, which its own layer is like."""
-        return min(layer_number(name, self._config), self._config.layers - 1)
+        last_layer = self._config.layers - 1
+        # modules of multi-token prediction are numbered after all layers
+        number = layer_number(name, self._config)
+        return min(number, last_layer)
 
     def read(self, report: StepReport) -> StepReport:
         """Return the report of a step with the numbers of `largest`, which are the last ones of its
@@ -103,10 +107,12 @@ class AttentionLogits:
         numbers = report.further[begin:]
         attentions: list[AttentionReport] = []
         for index, name in enumerate(self._names):
-            logits_of_layer = numbers[index * heads : (index + 1) * heads]
+            begin_of_layer = index * heads
+            logits_of_layer = numbers[begin_of_layer : begin_of_layer + heads]
             number = layer_number(name, self._config)
             attentions.append(AttentionReport(number, logits_of_layer))
-        return replace(report, attentions=tuple(attentions), further=report.further[:begin])
+        others = report.further[:begin]
+        return replace(report, attentions=tuple(attentions), further=others)
 
 
 def clip_factors(
@@ -131,10 +137,11 @@ def clip_factors(
         # of each head first the features with rotary positions, then those without
         rotary_factors = shrink_of_queries[:, None].expand(-1, latent.rope_dim)
         other_factors = query_factors[:, None].expand(-1, latent.nope_dim)
-        return {
-            f"{name}.{query}.weight": torch.cat((rotary_factors, other_factors), 1).flatten(),
-            f"{name}.key_up.weight": key_factors.repeat_interleave(latent.nope_dim),
-        }
+        factors_by_head = torch.cat((rotary_factors, other_factors), 1)
+        query_rows = factors_by_head.flatten()
+        # the up-projection makes the part of keys without positions alone
+        key_rows = key_factors.repeat_interleave(latent.nope_dim)
+        return {f"{name}.{query}.weight": query_rows, f"{name}.key_up.weight": key_rows}
     query_rows = query_factors.repeat_interleave(config.head_dim)
     key_rows = key_factors.repeat_interleave(config.head_dim)
     kinds = ("weight", "bias") if config.qkv_bias else ("weight",)

@@ -61,14 +61,15 @@ def forward_bytes(
         counts as the model's last layer.
     """
     modules = config.mtp_layers if cut.last and layers else 0
-    numbers = [*layers, *[config.layers - 1] * modules]
+    last_layer = config.layers - 1
+    numbers = [*layers, *[last_layer] * modules]
     kinds = config.count_kinds(numbers)
     return sum(count * _layer_bytes(kind, plan, share) for kind, count in kinds)
 
 
 def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:
-    """Return the bytes that the loss moves per token, forward and backward, on each of `tensor`
-    ranks that share the vocabulary."""
+    """Return the bytes that the loss moves per token in the forward and in the backward pass, on
+    each of `tensor` ranks that share the vocabulary."""
     heads = 1 + config.mtp_layers
     logits = heads * config.vocab / tensor * torch.float32.itemsize
     return LOGITS_FORWARD * logits, LOGITS_BACKWARD * logits
@@ -80,8 +81,9 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: LayerShare) ->
     total = 0.0
     for number in layers:
         kind = config.kind_of_layer(number)
-        residual = _residual_elements(kind, share) * kind.branches
-        elements = residual + kind.mixer_width / share.tensor
+        # the inputs of the branches, the output of the mixer, and the feed-forward's inner features
+        elements = _residual_elements(kind, share) * kind.branches
+        elements += kind.mixer_width / share.tensor
         elements += _feed_forward_width(kind) / share.tensor
         total += elements * FP8_CAST
     return total
@@ -91,11 +93,11 @@ def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) ->
     """Return the bytes that the operators between products move in one layer's forward pass, per
     token of the rank."""
     residual = config.branches * RESIDUAL * _residual_elements(config, share)
-    mixer = _mixer_elements(config)
+    mixer = _mixer_elements(config) / share.tensor
     # the activation function reads its operands and writes its result
     operands = 3 if config.gated else 2
     feed_forward = operands * _feed_forward_width(config) / share.tensor
-    elements = residual + mixer / share.tensor + feed_forward
+    elements = residual + mixer + feed_forward
     nbytes = elements * plan.compute.itemsize
     if config.experts:
         nbytes += _expert_bytes(config, plan, share)
@@ -118,7 +120,8 @@ def _attention_elements(config: ModelConfig) -> int:
     value_width = config.latent.value_dim or key_width
     kv_heads = config.heads if config.latent else config.kv_heads
     queries_and_keys = (config.heads + kv_heads) * key_width
-    kernel = queries_and_keys + (config.heads + kv_heads) * value_width
+    values_and_output = (config.heads + kv_heads) * value_width
+    kernel = queries_and_keys + values_and_output
     # The gate and the output are read, and the output is written.
     gate = 3 * config.heads * value_width if config.attention_gate else 0
     return ROTATED * queries_and_keys + kernel + gate
@@ -154,6 +157,7 @@ def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) -
     Rows are read and written on their way to their experts, and so are the results.
     """
     tokens = share.slices / share.tensor  # the part of its tokens that the rank sends to experts
+    # read and written, there and back
     rows = 4 * config.experts_per_token * config.hidden * tokens * plan.compute.itemsize
     # scores in FP32: read, written, and read by the choice
     scores = 3 * config.experts * torch.float32.itemsize
@@ -161,7 +165,7 @@ def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) -
 
 
 def _residual_elements(config: ModelConfig, share: LayerShare) -> float:
-    """Return the features of a token between blocks that a rank has."""
+    """Return the features of a token between blocks that a rank has, on average over its tokens."""
     return config.hidden / share.sequence_ranks
 
 

@@ -54,6 +54,7 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return func(*args, **kwargs)
     try:
         form_of_args = _form_of(args)
+        # as pairs, for a dict is no key of a cache
         form_of_kwargs = tuple((key, _form_of(value)) for key, value in kwargs.items())
         # the dtype of floats that nothing else decides
         default_dtype = torch.get_default_dtype()
@@ -103,12 +104,15 @@ def _form_of_result(
     copy_of_result = _make_of_form(form)
     copies = copy_of_result if isinstance(result, tuple) else (copy_of_result,)
     for tensor, copy in zip(tensors, copies, strict=True):
-        if tensor.untyped_storage().nbytes() != copy.untyped_storage().nbytes():
+        memory = tensor.untyped_storage()
+        memory_of_copy = copy.untyped_storage()
+        if memory.nbytes() != memory_of_copy.nbytes():
             return None
     # some operators return an argument, or one memory twice, and do not say so
     arguments = [value for value in new_args if isinstance(value, Tensor)]
-    memories = {storage_address(tensor) for tensor in (*tensors, *arguments)}
-    if len(memories) < len(tensors) + len(arguments):
+    all_tensors = (*tensors, *arguments)
+    memories = {storage_address(tensor) for tensor in all_tensors}
+    if len(memories) < len(all_tensors):
         return None
     return form
 
@@ -117,11 +121,13 @@ def _form_of(value: Any) -> Any:
     """Return the form of a value: of a tensor, of a list or tuple, or of a constant. Raises
     _FormlessError for a tensor that is not a plain meta tensor."""
     if isinstance(value, Tensor):
+        # a subclass may have more than shape, strides and dtype
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta:
             raise _FormlessError
         return _TensorForm(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple):
-        return _SequenceForm(type(value), tuple(map(_form_of, value)))
+        forms = tuple(map(_form_of, value))
+        return _SequenceForm(type(value), forms)
     return _ConstantForm(type(value), value)
 
 
@@ -131,5 +137,7 @@ def _make_of_form(form: Any) -> Any:
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
     if isinstance(form, _SequenceForm):
         values = map(_make_of_form, form.forms)
-        return form.kind(*values) if hasattr(form.kind, "_fields") else form.kind(values)
+        # a NamedTuple is made of its fields, a list or tuple of an iterable
+        is_named = hasattr(form.kind, "_fields")
+        return form.kind(*values) if is_named else form.kind(values)
     return form.value

@@ -67,9 +67,11 @@ class WholeWeights:
         numbers: dict[object, int] = {}  # by parameter: the number of its buffer
         for number, buffer in enumerate(buffers):
             if buffer.shards_weights:
-                sizes[number] = buffer.size * buffer.weights.dtype.itemsize
+                itemsize = buffer.weights.dtype.itemsize
+                sizes[number] = buffer.size * itemsize
                 numbers.update(dict.fromkeys(buffer.parameters, number))
-        return cls(sizes, tuple(_units_of(stage, numbers) for stage in stages))
+        units_by_stage = tuple(_units_of(stage, numbers) for stage in stages)
+        return cls(sizes, units_by_stage)
 
     def most_bytes(
         self,
@@ -84,7 +86,8 @@ class WholeWeights:
         """
         if not self.sizes:
             return 0
-        layers = [unit.buffers for unit in chain(*self.stages) if unit.moment is Moment.LAYER]
+        all_units = chain(*self.stages)
+        layers = [unit.buffers for unit in all_units if unit.moment is Moment.LAYER]
         kept = kept_buffers(layers, self.sizes.__getitem__, keep_layers, keep_bytes)
         walk = _Walk(self, overlap, kept)
         for stage_pass in passes:
@@ -98,9 +101,9 @@ def _units_of(stage: Stage, numbers: Mapping[object, int]) -> tuple[_Unit, ...]:
     layers = {*stage.layers.values()}
     units: list[_Unit] = []
     for unit in weight_units(stage):
-        buffers = frozenset(
-            numbers[parameter] for parameter in unit.parameters if parameter in numbers
-        )
+        sharded = [parameter for parameter in unit.parameters if parameter in numbers]
+        buffers = frozenset(numbers[parameter] for parameter in sharded)
+        # modules of multi-token prediction are gathered as layers, and are none of the stage
         is_after_late = unit.moment is Moment.LAYER and unit.entry not in layers
         if buffers:
             units.append(_Unit(unit.moment, buffers, is_after_late))
@@ -114,7 +117,8 @@ def passes_of_rank(schedule: Schedule, rank: int) -> list[StagePass]:
     for instruction in schedule.programs[rank]:
         if instruction.op in (Op.FORWARD, Op.BACKWARD):
             position = own_stages.index(instruction.stage)
-            passes.append(StagePass(position, instruction.op is Op.FORWARD))
+            is_forward = instruction.op is Op.FORWARD
+            passes.append(StagePass(position, is_forward))
     return passes
 
 
@@ -122,8 +126,10 @@ def evaluation_passes(schedule: Schedule, rank: int) -> list[StagePass]:
     """Return the passes of a pipeline rank in an evaluation of two micro-batches: in the second one
     the layers that stay whole are so from the beginning."""
     num_stages = list(schedule.rank_of_stage).count(rank)
-    forward = [StagePass(stage, True, has_backward=False) for stage in range(num_stages)]
-    return 2 * forward
+    of_microbatch: list[StagePass] = []
+    for stage in range(num_stages):
+        of_microbatch.append(StagePass(stage, is_forward=True, has_backward=False))
+    return 2 * of_microbatch
 
 
 class _Walk:
@@ -206,13 +212,18 @@ class _Walk:
             self._gather(previous)
 
     def _gather(self, unit: _Unit) -> None:
+        """Make the weights of a unit whole, and take note of the bytes that are whole then."""
         self._whole |= unit.buffers
-        self.most = max(self.most, sum(self._sizes[number] for number in self._whole))
+        sizes = [self._sizes[number] for number in self._whole]
+        whole_bytes = sum(sizes)
+        self.most = max(self.most, whole_bytes)
 
     def _give_up(self, buffers: Iterable[int]) -> None:
+        """Give up the whole weights of these buffers, but for those that stay."""
         self._whole.difference_update(set(buffers) - self._kept)
 
 
 def _buffers_of(units: Iterable[_Unit], *moments: Moment) -> frozenset[int]:
     """Return the buffers of the units that are read at these moments."""
-    return frozenset(chain.from_iterable(unit.buffers for unit in units if unit.moment in moments))
+    at_moments = [unit.buffers for unit in units if unit.moment in moments]
+    return frozenset(chain.from_iterable(at_moments))

@@ -89,12 +89,15 @@ class DeltaInputs:
         decays = log_decays.exp()
         if self.begins is None:
             return decays
-        return decays.masked_fill(self.begins[:, None, :, None], 0)
+        # a document knows nothing of the one before it
+        is_first = self.begins[:, None, :, None]
+        return decays.masked_fill(is_first, 0)
 
     def decays_in_chunks(self, chunk: int) -> "Decays | RowDecays":
         """Return the decays within chunks of so many tokens."""
-        kind = RowDecays if self.decays_by_row else Decays
-        return kind.of(self.log_decay, self.begins, chunk)
+        if self.decays_by_row:
+            return RowDecays.of(self.log_decay, self.begins, chunk)
+        return Decays.of(self.log_decay, self.begins, chunk)
 
     def initial_state(self) -> Tensor:
         """Return the state before any token: zeros [b, n, d, v]."""
@@ -112,16 +115,18 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
     if state is None:
         state = inputs.initial_state()
     outputs = []
-    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, inputs.decays_of_tokens())
+    decays = inputs.decays_of_tokens()
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decays)
     # Of each token: query, key and value [b, n, features], strength [b, n], decay [b, n, 1 or d].
     for query, key, value, strength, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]
-        key_column = key.unsqueeze(-1)
+        key_column = key.unsqueeze(-1)  # [b, n, d, 1]
         decayed = state * decay.unsqueeze(-1)  # D_t [b, n, d, v]
         remembered = (decayed * key_column).sum(-2)  # D_t' k_t [b, n, v]
         error = value - remembered
         correction = strength.unsqueeze(-1) * error  # u_t [b, n, v]
-        written = key_column * correction.unsqueeze(-2)  # k_t u_t' [b, n, d, v]
+        correction_row = correction.unsqueeze(-2)  # [b, n, 1, v]
+        written = key_column * correction_row  # k_t u_t' [b, n, d, v]
         state = decayed + written  # S_t
         output = (state * query_column).sum(-2)  # o_t [b, n, v]
         outputs.append(output)
@@ -141,7 +146,8 @@ def chunked(
     query = in_chunks(inputs.query, chunk)  # [b, n, chunks, C, d]
     key = in_chunks(inputs.key, chunk)  # [b, n, chunks, C, d]
     value = in_chunks(inputs.value, chunk)  # [b, n, chunks, C, v]
-    strength = in_chunks(inputs.strength, chunk).unsqueeze(-1)  # [b, n, chunks, C, 1]
+    strength = in_chunks(inputs.strength, chunk)  # [b, n, chunks, C]
+    strength = strength.unsqueeze(-1)  # [b, n, chunks, C, 1]
     decays = inputs.decays_in_chunks(chunk)
 
     # What needs no state is computed for all chunks at once.

@@ -42,7 +42,10 @@ SLOWEST_DECAY = 0.01
 
 
 def delta_rule_fault(
-    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    tokens: int,
+    products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel of the gated delta rule; "" if it is right.
 
@@ -50,9 +53,11 @@ def delta_rule_fault(
     """
     heads, _, _ = sizes
     drawn = _drawn_tokens(sizes, tokens)
-    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS))  # of a number for each head and token
+    length = min(tokens, MOST_TOKENS)
     rates = _rates(heads).unsqueeze(-1)
-    drawn["log_decay"] = -rates * _drawn(shape, seed=3).sigmoid()
+    # a number from 0 to 1 for each head and token
+    steps = _drawn((SAMPLES, heads, length), seed=3).sigmoid()
+    drawn["log_decay"] = -rates * steps
     return _delta_rule_difference(kernel, drawn, products)
 
 
@@ -63,10 +68,11 @@ def row_decay_rule_fault(
     right. sizes: as in `delta_rule_fault`."""
     heads, key_dim, _ = sizes
     drawn = _drawn_tokens(sizes, tokens)
-    # of a number for each head, token and row of a state
-    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS), key_dim)
+    length = min(tokens, MOST_TOKENS)
     rates = _rates(heads)[:, None, None]
-    drawn["log_decay"] = -rates * _drawn(shape, seed=3).sigmoid()
+    # a number from 0 to 1 for each head, token and row of a state
+    steps = _drawn((SAMPLES, heads, length, key_dim), seed=3).sigmoid()
+    drawn["log_decay"] = -rates * steps
     return _delta_rule_difference(kernel, drawn, products)
 
 
@@ -74,7 +80,8 @@ def _drawn_tokens(sizes: tuple[int, ...], tokens: int) -> dict[str, Tensor]:
     """Return drawn queries and keys of length 1, values and strengths of the gated delta rule, as
     `DeltaInputs` names them. Seed 3 is left to the decays, which the callers add."""
     heads, key_dim, value_dim = sizes
-    shape = (SAMPLES, heads, min(tokens, MOST_TOKENS))
+    length = min(tokens, MOST_TOKENS)
+    shape = (SAMPLES, heads, length)
     query = _drawn((*shape, key_dim), seed=0)
     key = _drawn((*shape, key_dim), seed=1)
     return {
@@ -94,18 +101,23 @@ def _delta_rule_difference(
     """
 
     def plain(**inputs: Tensor) -> Tensor:
-        outputs, _ = delta_rule.chunked(DeltaInputs(**inputs))
+        given = DeltaInputs(**inputs)
+        outputs, _ = delta_rule.chunked(given)
         return outputs
 
     def by_kernel(**inputs: Tensor) -> Tensor:
-        outputs, _ = kernel_calls.delta_rule(kernel, DeltaInputs(**inputs), None, products)
+        given = DeltaInputs(**inputs)
+        outputs, _ = kernel_calls.delta_rule(kernel, given, None, products)
         return outputs
 
     return _difference(by_kernel, plain, drawn, products)
 
 
 def state_space_fault(
-    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    tokens: int,
+    products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel of the recurrence of Mamba-2; "" if it is right.
 
@@ -114,35 +126,43 @@ def state_space_fault(
     groups, heads, key_dim, value_dim = sizes
     length = min(tokens, MOST_TOKENS)
     key_shape = (SAMPLES, groups, length, key_dim)
+    value_shape = (SAMPLES, heads, length, value_dim)
+    step_shape = (SAMPLES, heads, length)
     drawn = {
         "query": _drawn(key_shape, seed=0),
         "key": _drawn(key_shape, seed=1),
-        "value": _drawn((SAMPLES, heads, length, value_dim), seed=2),
-        "step": _drawn((SAMPLES, heads, length), seed=3).sigmoid(),
+        "value": _drawn(value_shape, seed=2),
+        "step": _drawn(step_shape, seed=3).sigmoid(),
         "rate": _rates(heads),
     }
 
     def plain(**inputs: Tensor) -> Tensor:
-        outputs, _ = state_space.chunked(StateSpaceInputs(**inputs))
+        given = StateSpaceInputs(**inputs)
+        outputs, _ = state_space.chunked(given)
         return outputs
 
     def by_kernel(**inputs: Tensor) -> Tensor:
-        outputs, _ = kernel_calls.state_space(kernel, StateSpaceInputs(**inputs), None, products)
+        given = StateSpaceInputs(**inputs)
+        outputs, _ = kernel_calls.state_space(kernel, given, None, products)
         return outputs
 
     return _difference(by_kernel, plain, drawn, products)
 
 
 def convolution_fault(
-    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    tokens: int,
+    products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel of the convolution and its SiLU; "" if it is right.
 
     sizes: features, and the tokens that the convolution sees.
     """
     features, tokens_seen = sizes
+    length = min(tokens, MOST_TOKENS)
     drawn = {
-        "x": _drawn((min(tokens, MOST_TOKENS), SAMPLES, features), seed=0),
+        "x": _drawn((length, SAMPLES, features), seed=0),
         "weight": _drawn((features, tokens_seen), seed=1),
     }
 
@@ -164,7 +184,8 @@ def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     """Return normally distributed numbers in float64, the same for the same seed."""
     # drawn on the CPU: the same numbers on every device, and no state of a generator is changed
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers.to(DEVICE)
 
 
 def _difference(
@@ -179,14 +200,18 @@ def _difference(
     drawn: the inputs of both, in float64. They are rounded to the dtype of products first.
     """
     rounded = {name: x.to(products) for name, x in drawn.items()}
-    exact = _results(plain, {name: x.double() for name, x in rounded.items()})
+    exact_inputs = {name: x.double() for name, x in rounded.items()}
+    exact = _results(plain, exact_inputs)
     try:
-        computed = _results(by_kernel, {name: x.float() for name, x in rounded.items()})
+        # as the recurrence has its inputs, FP32; the kernel's caller rounds them again
+        inputs = {name: x.float() for name, x in rounded.items()}
+        computed = _results(by_kernel, inputs)
         # A kernel that has failed may be seen here: numbers are waited for.
         errors = {name: _relative_error(computed[name], result) for name, result in exact.items()}
     # Triton and compiled extensions raise errors of many kinds.
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        lines = str(error).splitlines()
+        reason = next(iter(lines), type(error).__name__)
         return f"fails ({reason}) on the GPU"
     for name, relative_error in errors.items():
         tolerance = TOLERANCE_OF_SUMS if name in SUMS else TOLERANCE
@@ -197,6 +222,7 @@ def _difference(
 
 
 def _relative_error(computed: Tensor, exact: Tensor) -> float:
+    """Return the norm of the error divided by that of the exact numbers; waits for the GPU."""
     error_norm = (computed.double() - exact).norm()
     return float(error_norm / exact.norm())
 
@@ -206,8 +232,8 @@ def _results(function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> d
     a drawn gradient of the outputs, under "the gradient of NAME"."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)
-    grad = _drawn(tuple(outputs.shape), seed=9).to(outputs.dtype)
-    gradients = torch.autograd.grad(outputs, [*leaves.values()], grad)
+    grad = _drawn(tuple(outputs.shape), seed=9)
+    gradients = torch.autograd.grad(outputs, [*leaves.values()], grad.to(outputs.dtype))
     results = {"outputs": outputs.detach()}
     for name, gradient in zip(leaves, gradients, strict=True):
         results[f"the gradient of {name}"] = gradient

@@ -84,14 +84,15 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
         state = inputs.initial_state()
     decays = token_decays(inputs.log_decay, inputs.begins)  # [b, n, s]
     query_of_head = inputs.query.repeat_interleave(inputs.group_size, 1)  # [b, n, s, d]
-    key_of_head = inputs.key.repeat_interleave(inputs.group_size, 1)
+    key_of_head = inputs.key.repeat_interleave(inputs.group_size, 1)  # [b, n, s, d]
     outputs = []
     tensors = (query_of_head, key_of_head, inputs.scaled_value, decays)
     # Of each token: query, key and value [b, n, features], the decay [b, n].
     for query, key, value, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]
         key_column = key.unsqueeze(-1)
-        added = key_column * value.unsqueeze(-2)  # k_t v_t' [b, n, d, v]
+        value_row = value.unsqueeze(-2)  # [b, n, 1, v]
+        added = key_column * value_row  # k_t v_t' [b, n, d, v]
         state = state * decay[:, :, None, None] + added  # S_t
         output = (state * query_column).sum(-2)  # o_t [b, n, v]
         outputs.append(output)
@@ -127,6 +128,8 @@ def chunked(
     carried = inputs.initial_state() if state is None else state  # [b, n, d, v]
     outputs = []
     tensors = (reading, from_inside, from_chunk, decays.over_chunk)
+    # What reads the state before a chunk, what comes of the chunk itself to outputs and to the
+    # state, and the decay w(C).
     for read, inner, added, decay in one_by_one(*tensors):
         from_before = read @ carried  # [b, n, C, v]
         outputs.append(from_before + inner)

@@ -53,7 +53,8 @@ class Schedule:
         return 1 + max(numbers, default=NO_MICROBATCH)
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, program)) for program in self.programs)
+        lines = [" ".join(map(str, program)) for program in self.programs]
+        return "\n".join(lines)
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
@@ -69,7 +70,8 @@ class Schedule:
         _require_numbers(programs, rank_of_stage, stages)
         placement = tuple(rank_of_stage[stage] for stage in stages)
         # a text with any transfer is taken as it stands, to be checked
-        if all(instruction.op in COMPUTATIONS for instruction in chain(*programs)):
+        instructions = chain(*programs)
+        if all(instruction.op in COMPUTATIONS for instruction in instructions):
             return complete(programs, placement)
         return cls(tuple(programs), placement)
 
@@ -80,10 +82,12 @@ def _read_programs(text: str) -> list[Program]:
     programs: list[Program] = []
     problems: list[Problem] = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        before_comment, _, _ = line.partition("#")
+        words = before_comment.split()
         try:
             if words:
-                programs.append(tuple(map(Instruction.parse, words)))
+                program = tuple(map(Instruction.parse, words))
+                programs.append(program)
         except UserError as error:
             problems += (problem.within(f"line {number}: ") for problem in error.problems)
     _require_none(problems, len(problems))
@@ -124,11 +128,13 @@ def _require_none(problems: Sequence[Problem], count: int) -> None:
 
 def _unnamed_microbatch(programs: Sequence[Program]) -> Iterator[Problem]:
     """Yield a problem if there is a micro-batch below the largest that no instruction names."""
-    named = {instruction.microbatch for instruction in chain(*programs)} - {NO_MICROBATCH}
+    numbers = {instruction.microbatch for instruction in chain(*programs)}
+    named = numbers - {NO_MICROBATCH}
     largest = max(named, default=-1)
+    # they are numbered from 0
     if largest >= len(named):
-        first = next(number for number in range(largest) if number not in named)
-        yield Problem.of("pipeline.microbatch_unnamed", microbatch=first, largest=largest)
+        first_unnamed = next(number for number in range(largest) if number not in named)
+        yield Problem.of("pipeline.microbatch_unnamed", microbatch=first_unnamed, largest=largest)
 
 
 def _first_ranks(programs: Sequence[Program]) -> dict[int, int]:
@@ -168,7 +174,8 @@ def complete(
             completed += _with_transfers(instruction, rank_of_stage)
             # after the send, which the neighbour waits for
             if instruction == last_of_stage.get(instruction.stage):
-                completed.append(Instruction(Op.REDUCE, instruction.stage))
+                reduction = Instruction(Op.REDUCE, instruction.stage)
+                completed.append(reduction)
         programs.append(tuple(completed))
     return Schedule(tuple(programs), tuple(rank_of_stage))
 
@@ -189,8 +196,9 @@ def _with_transfers(
     stage = instruction.stage
     rank = rank_of_stage[stage]
     # stages on one rank hand their tensors over without a transfer
+    last_stage = len(rank_of_stage) - 1
     from_other_rank = stage > 0 and rank_of_stage[stage - 1] != rank
-    to_other_rank = stage < len(rank_of_stage) - 1 and rank_of_stage[stage + 1] != rank
+    to_other_rank = stage < last_stage and rank_of_stage[stage + 1] != rank
     is_forward = instruction.op is Op.FORWARD
     is_backward = instruction.op in INPUT_GRADIENTS
     if from_other_rank and is_forward:
@@ -224,8 +232,9 @@ def picture(
     lines: list[str] = []
     for rank, (name, before, after) in zip(programs, rows, strict=True):
         line = f"{name:<{name_width}}  {before:>{before_width}} {after:<{after_width}}"
-        if notes.get(rank):
-            line += f"  <-- {notes[rank]}"
+        note = notes.get(rank)
+        if note:
+            line += f"  <-- {note}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -240,7 +249,8 @@ def _words_around(program: Sequence[Instruction], index: int) -> tuple[str, str]
     if first > 0:
         before.insert(0, "...")
     current = words[index] if index < len(words) else "end"
-    after = [f"[{current}]", *words[index + 1 : stop]]
+    words_after = words[index + 1 : stop]
+    after = [f"[{current}]", *words_after]
     if stop < len(words):
         after.append("...")
     return " ".join(before), " ".join(after)

@@ -74,7 +74,8 @@ def main(args: argparse.Namespace) -> int:
     }
     further = {CUT_SEQUENCE: lambda: _cut_attention(device, shrink)}
     if args.only:
-        probes = {args.only: (probes | further)[args.only]}
+        all_probes = probes | further
+        probes = {args.only: all_probes[args.only]}
     for name, probe in probes.items():
         _print_outcome(name, probe)
     return 0
@@ -88,23 +89,29 @@ def _print_outcome(name: str, probe: Callable[[], dict[str, Any]]) -> None:
     except Exception as error:
         # the next probe may work all the same
         outcome = {"failed": _first_line(error)}
-    print_record({"probe": name, **outcome, "seconds": round(time.perf_counter() - start, 1)})
+    took = time.perf_counter() - start
+    print_record({"probe": name, **outcome, "seconds": round(took, 1)})
 
 
 def _first_line(error: Exception) -> str:
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
-    return line[:200]
+    """Return the kind of an error and the first line of its text, at most 200 characters."""
+    text = f"{type(error).__name__}: {error}"
+    first, *_ = text.splitlines()
+    return first[:200]
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
     """Return the versions of packages, None for one that is not installed, the number of CPUs and,
     on a GPU, its name and the versions of its libraries."""
-    versions: dict[str, Any] = {package: installed_version(package) or None for package in PACKAGES}
+    versions: dict[str, Any] = {}
+    for package in PACKAGES:
+        versions[package] = installed_version(package) or None
     versions["cpus"] = os.cpu_count()
     if device.type == "cuda":
         versions["device"] = torch.cuda.get_device_name()
         versions["cudnn"] = torch.backends.cudnn.version()
-        versions["nccl"] = ".".join(map(str, nccl.version()))
+        version_numbers = map(str, nccl.version())
+        versions["nccl"] = ".".join(version_numbers)
     return versions
 
 
@@ -113,7 +120,8 @@ def _ceilings(device: torch.device, shrink: int) -> dict[str, Any]:
     side = 8192 // shrink
     first = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     second = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    source = torch.empty((1 << 30) // shrink**3, device=device, dtype=torch.bfloat16)
+    num_copied = (1 << 30) // shrink**3
+    source = torch.empty(num_copied, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     flops = 2 * side**3
     alone = seconds(lambda: first @ second, device)
@@ -127,11 +135,17 @@ def _ceilings(device: torch.device, shrink: int) -> dict[str, Any]:
         if device.type == "cpu":
             break
     sustained = seconds(lambda: first @ second, device, rounds=20)
+    moved = 2 * source.nbytes  # a copy reads and writes
     return {
-        "product_tflops": round(flops / alone / TERA, 1),
-        "sustained_tflops": round(flops / sustained / TERA, 1),
-        "copy_tb_per_s": round(2 * source.nbytes / copied / TERA, 2),
+        "product_tflops": _tera(flops, alone),
+        "sustained_tflops": _tera(flops, sustained),
+        "copy_tb_per_s": round(moved / copied / TERA, 2),
     }
+
+
+def _tera(flops: float, took: float) -> float:
+    """Return TFLOP/s, to one decimal. took: seconds."""
+    return round(flops / took / TERA, 1)
 
 
 def _products(device: torch.device, shrink: int) -> dict[str, Any]:
@@ -156,10 +170,11 @@ def _products(device: torch.device, shrink: int) -> dict[str, Any]:
                 total, grad.t(), x, out_dtype=torch.float32, out=total
             )
         flops = 2 * tokens * outputs * inputs
-        speeds[name] = {
-            kind: round(flops / seconds(product, device) / TERA, 1)
-            for kind, product in kinds.items()
-        }
+        speed_of_kind = dict[str, float]()
+        for kind, product in kinds.items():
+            took = seconds(product, device)
+            speed_of_kind[kind] = _tera(flops, took)
+        speeds[name] = speed_of_kind
     return {"tflops": speeds}
 
 
@@ -169,7 +184,8 @@ def _attention(device: torch.device, shrink: int) -> dict[str, Any]:
     for width, heads, key_heads, tokens, samples in ATTENTION:
         tokens = max(8, tokens // shrink)
         name = f"head {width}, {heads} / {key_heads} heads, {samples} x {tokens} tokens"
-        speeds[name] = dict(_backends_of((width, heads, key_heads, tokens, samples), device))
+        shape = (width, heads, key_heads, tokens, samples)
+        speeds[name] = dict(_backends_of(shape, device))
     return speeds
 
 
@@ -184,6 +200,7 @@ def _backends_of(
     width, heads, key_heads, tokens, samples = shape
 
     def random(count: int) -> Tensor:
+        """Return random [samples, count, tokens, width]. count: of heads."""
         # the strides that a layer passes: tokens come first in memory
         made = torch.randn(tokens, samples, count, width, device=device, dtype=torch.bfloat16)
         return made.permute(1, 2, 0, 3)
@@ -217,13 +234,11 @@ def _backends_of(
             except RuntimeError as error:
                 yield name, _first_line(error)
                 continue
-        yield (
-            name,
-            {
-                "forward_tflops": round(flops / forward / TERA, 1),
-                "backward_tflops": round(2.5 * flops / backward_seconds / TERA, 1),
-            },
-        )
+        speeds = {
+            "forward_tflops": _tera(flops, forward),
+            "backward_tflops": _tera(2.5 * flops, backward_seconds),
+        }
+        yield name, speeds
 
 
 def _cut_attention(device: torch.device, shrink: int) -> dict[str, Any]:
@@ -242,16 +257,22 @@ def _cut_attention(device: torch.device, shrink: int) -> dict[str, Any]:
     speeds: dict[str, Any] = {}
     for name, call in calls.items():
         try:
-            speeds[name] = {"forward_tflops": round(flops / seconds(call, device) / TERA, 1)}
+            took = seconds(call, device)
         except RuntimeError as error:
             speeds[name] = _first_line(error)
+        else:
+            speeds[name] = {"forward_tflops": _tera(flops, took)}
     return {"speeds": speeds}
 
 
 def _collectives(device: torch.device, device_type: str) -> dict[str, Any]:
     """Return what a world of one rank refuses of each dtype: every collective goes through NCCL."""
+    outcomes: dict[str, Any] = {}
     with world(device_type):
-        return {str(dtype).removeprefix("torch."): _refused(dtype, device) for dtype in DTYPES}
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            outcomes[name] = _refused(dtype, device)
+    return outcomes
 
 
 def _refused(dtype: torch.dtype, device: torch.device) -> list[str] | str:
@@ -262,7 +283,12 @@ def _refused(dtype: torch.dtype, device: torch.device) -> list[str] | str:
         "max": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
         "gather": lambda: dist.all_gather_into_tensor(tensor, tensor),
         "scatter": lambda: dist.reduce_scatter_tensor(tensor, tensor),
-        "exchange": lambda: dist.all_to_all_single(torch.empty_like(tensor), tensor, [64], [64]),
+        "exchange": lambda: dist.all_to_all_single(
+            torch.empty_like(tensor),
+            tensor,
+            output_split_sizes=[64],
+            input_split_sizes=[64],
+        ),
         "broadcast": lambda: dist.broadcast(tensor, 0),
     }
     problems = list[str]()

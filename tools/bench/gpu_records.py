@@ -36,14 +36,20 @@ def read_records(path: Path, device: str = "") -> list[Record]:
     that of the newest call."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(record_of, lines) if record and "on" in record]
+    text = path.read_text(encoding="utf-8")
+    records: list[Record] = []
+    for line in text.splitlines():
+        record = record_of(line)
+        if record and "on" in record:
+            records.append(record)
     if not device and records:
-        device = records[-1]["on"]
+        newest_record = records[-1]
+        device = newest_record["on"]
     # another card's numbers are none of this one's
     of_device = [record for record in records if record["on"] == device]
-    newest = {_subject(record): record["at"] for record in of_device}
-    return [record for record in of_device if record["at"] == newest[_subject(record)]]
+    # lines are in the order of time: of several the last one stays
+    newest_time = {_subject(record): record["at"] for record in of_device}
+    return [record for record in of_device if record["at"] == newest_time[_subject(record)]]
 
 
 def record_of(line: str) -> Record | None:
@@ -66,16 +72,19 @@ def _subject(record: Mapping[str, Any]) -> tuple[str, str]:
 def to_take(
     planned: Sequence[Measurement], records: Iterable[Mapping[str, Any]]
 ) -> list[Measurement]:
-    """Return the measurements that have not come to an end."""
-    ended = {record["measurement"] for record in records if "done" in record or "refused" in record}
+    """Return the measurements that have not come to an end, in the order of `planned`. One that was
+    cut is taken again."""
+    ended: set[str] = set()
+    for record in records:
+        if "done" in record or "refused" in record:
+            ended.add(record["measurement"])
     return [measurement for measurement in planned if measurement.name not in ended]
 
 
 def tests_of(file: str, records: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the tests of a file of laws whose outcome is known."""
-    return {
-        record["test"] for record in records if record["measurement"] == file and "test" in record
-    }
+    of_file = [record for record in records if record["measurement"] == file]
+    return {record["test"] for record in of_file if "test" in record}
 
 
 def machine_of(records: Iterable[Mapping[str, Any]]) -> Mapping[str, str]:
@@ -90,10 +99,16 @@ def describe_failures(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each test that has failed, and for each measurement of megaprec that could
     not be taken."""
     for record in records:
-        if str(record.get("outcome", "")).startswith("failed"):
+        if _has_failed(record):
             yield f"{record['test']} {record['outcome']}"
         elif is_failure(record):
             yield f"{record['measurement']}: {record['refused']}"
+
+
+def _has_failed(record: Mapping[str, Any]) -> bool:
+    """Return True of the record of a test that has failed."""
+    outcome = str(record.get("outcome", ""))
+    return outcome.startswith("failed")
 
 
 def is_failure(record: Mapping[str, Any]) -> bool:
@@ -103,10 +118,9 @@ def is_failure(record: Mapping[str, Any]) -> bool:
 
 def to_repeat(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names of measurements of which something has failed."""
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # in order, each once
     for record in records:
-        has_failed = str(record.get("outcome", "")).startswith("failed")
-        if has_failed or is_failure(record):
+        if _has_failed(record) or is_failure(record):
             names[record["measurement"]] = None
     return list(names)
 

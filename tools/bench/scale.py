@@ -78,14 +78,16 @@ def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     nanoseconds = weights["cpu_s"] / weights["numbers"] * 1e9
     yield {"what": "weights", **weights, "ns": nanoseconds}
     with tempfile.TemporaryDirectory() as folder:
-        num_documents = args.tokens // 1000
+        num_documents = args.tokens // 1000  # of 1,000 tokens each
         prefix = sparse_set(Path(folder), args.tokens, num_documents)
         opened = _timed(lambda: _open(prefix))
         yield {"what": "data", "tokens": args.tokens, **opened}
 
 
 def _draw_weights() -> dict[str, Any]:
-    weights = normal_part(Part("w", (4096, 4096)), 0, 0.02, torch.bfloat16)
+    """Draw the initial weights of one matrix; return how many numbers it has."""
+    matrix = Part("w", (4096, 4096))
+    weights = normal_part(matrix, 0, 0.02, torch.bfloat16)
     return {"numbers": weights.numel()}
 
 
@@ -93,21 +95,27 @@ def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the record of a job with its seconds of CPU time."""
     start = time.process_time()
     record = job()
-    return {**record, "cpu_s": time.process_time() - start}
+    cpu_seconds = time.process_time() - start
+    return {**record, "cpu_s": cpu_seconds}
 
 
 def _make_groups(pipeline_ranks: int, replicas: int, tensor_ranks: int) -> dict[str, Any]:
     """Make all process groups that a rank of a run may need, in a world of which only this rank is
     there; return how many calls made one."""
     # torch's backend for tests: groups are made, and nothing is sent.
-    dist.init_process_group("fake", rank=0, world_size=pipeline_ranks * replicas * tensor_ranks)
+    world_size = pipeline_ranks * replicas * tensor_ranks
+    dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
         mesh = make_mesh(pp=pipeline_ranks, dp=replicas, tp=tensor_ranks)
         Axis.stage(mesh, separate_group=True)
-        Axis.of(mesh, "dp").subaxis(max(1, replicas // 2), "zero")
+        # state that is shared by half of the replicas, the case with a group of its own
+        sharers = max(1, replicas // 2)
+        Axis.of(mesh, "dp").subaxis(sharers, "zero")
         pipelines = Axis.of(mesh, "pp")
         if pipelines.rank_groups is not None and pipeline_ranks > 1:
-            make_groups(pipelines.rank_groups[:, [0, pipeline_ranks - 1]])  # a tied head
+            # the ends of each pipeline share the weight of a tied head
+            ends = [0, pipeline_ranks - 1]
+            make_groups(pipelines.rank_groups[:, ends])
         # An interleaved schedule also sends from the last rank to the first.
         if pipeline_ranks > 1:
             passes = schedule("interleaved", pipeline_ranks, 2 * pipeline_ranks, chunks=2)
@@ -136,6 +144,7 @@ class _PlayedWorld(Axis):
     moved_bytes: list[int] = field(default_factory=list)
 
     def gather(self, tensor: Tensor) -> Tensor:
+        """Return the announcements of all ranks, whatever this rank sends."""
         if not len(self.announcements):
             # an axis is frozen
             object.__setattr__(self, "announcements", tensor)
@@ -143,16 +152,19 @@ class _PlayedWorld(Axis):
         return self.announcements
 
     def sum_(self, tensor: Tensor) -> Tensor:
+        """Return a uint8 tensor, filled with the next bytes of the texts of all ranks."""
         # The first collective gathers announcements; then each sum joins the next bytes of texts.
         start = sum(self.moved_bytes[1:])
         self.moved_bytes.append(tensor.nbytes)
         chunk = bytearray(self.texts[start : start + len(tensor)])
-        return tensor.copy_(torch.frombuffer(chunk, dtype=torch.uint8))
+        next_bytes = torch.frombuffer(chunk, dtype=torch.uint8)
+        return tensor.copy_(next_bytes)
 
 
 def _announcement(entries: dict[str, Any]) -> Tensor:
     """Return the tensor that `gather_entries` gathers from each rank before texts are sent."""
-    lonely_world = _PlayedWorld("world", 0, 1, texts=json.dumps(entries).encode())
+    text = json.dumps(entries).encode()
+    lonely_world = _PlayedWorld("world", 0, 1, texts=text)
     gather_entries(entries, lonely_world, CPU)
     return lonely_world.announcements
 
@@ -166,7 +178,13 @@ def _exchange(ranks: int, num_texts: int) -> dict[str, Any]:
     of_ranks = [announcements[rank * num_texts // ranks] for rank in range(ranks)]
     texts = b"".join(json.dumps(entries).encode() for entries in different)
     world = _PlayedWorld("world", 0, ranks, announcements=torch.cat(of_ranks), texts=texts)
-    record = _timed(lambda: {"entries": len(gather_entries(different[0], world, CPU))})
+
+    def gather_all() -> dict[str, Any]:
+        """Gather the entries of all ranks on the first; return how many there are."""
+        entries = gather_entries(different[0], world, CPU)
+        return {"entries": len(entries)}
+
+    record = _timed(gather_all)
     return {**record, "bytes": sum(world.moved_bytes)}
 
 
@@ -176,8 +194,10 @@ def _open(prefix: Path) -> dict[str, Any]:
     dataset = IndexedDataset(prefix)
     samples = Samples(dataset, seq_length=4096, seed=0, shuffle=True)
     samples.batch(0, 8)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # in KiB, on Linux
-    return {"documents": dataset.num_documents, "mb": grown * 1024 / 1e6}
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown_kib = after - before  # KiB, on Linux
+    megabytes = grown_kib * 1024 / 1e6
+    return {"documents": dataset.num_documents, "mb": megabytes}
 
 
 def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
@@ -188,16 +208,18 @@ def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
     """
     prefix = folder / "sparse"
     # as few sequences as hold all tokens
-    sequence_ends = np.append(np.arange(0, tokens, LONGEST_SEQUENCE), tokens)
-    lengths = np.diff(sequence_ends)
+    borders = np.append(np.arange(0, tokens, LONGEST_SEQUENCE), tokens)
+    lengths = np.diff(borders)
     starts = np.cumsum(lengths) - lengths
     # an index is a header, then for each sequence its length (4 bytes) and start (8 bytes), then
     # the first sequence of each document (8 bytes)
     pointers_at = HEADER.size + 4 * documents
     documents_at = pointers_at + 8 * documents
+    # by the byte that each begins at: the last entries of the three tables
+    num_sequences = len(lengths)
     written_arrays = {
-        pointers_at - 4 * len(lengths): lengths.astype("<i4"),
-        documents_at - 8 * len(lengths): starts.astype("<i8"),
+        pointers_at - 4 * num_sequences: lengths.astype("<i4"),
+        documents_at - 8 * num_sequences: starts.astype("<i8"),
         documents_at + 8 * documents: np.array([documents], "<i8"),
     }
     with with_suffix(prefix, ".bin").open("wb") as file:
@@ -212,5 +234,6 @@ def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
     index = os.stat(index_file)
     # no digest of terabytes: opening a set compares sizes and times only
     checked = Checked(index.st_size, index.st_mtime_ns, tokens, sha256="0" * 64)
-    with_suffix(prefix, ".checked").write_text(json.dumps(asdict(checked)))
+    record_file = with_suffix(prefix, ".checked")
+    record_file.write_text(json.dumps(asdict(checked)))
     return prefix

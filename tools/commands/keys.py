@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec keys`; return the exit code."""
     width = None
     if sys.stdout.isatty():
-        width = min(MAX_WIDTH, get_terminal_size().columns)
+        terminal = get_terminal_size()
+        width = min(MAX_WIDTH, terminal.columns)
 
     def show() -> None:
         print(describe_keys(args.words, width))
@@ -51,13 +52,19 @@ def document(words: Sequence[str] = ()) -> dict[str, Any]:
     default: as TOML; null if there is none, or if it is required or derived. Raises UserError as
         `describe_keys` does.
     """
-    tables = _matching_tables(list(key_tables()), words)
-    return {"keys": {key.name: _key_fields(key) for key in keys_of(tables)}}
+    all_tables = list(key_tables())
+    tables = _matching_tables(all_tables, words)
+    fields_of_key = {key.name: _key_fields(key) for key in keys_of(tables)}
+    return {"keys": fields_of_key}
 
 
 def _key_fields(key: Key) -> dict[str, Any]:
-    default = None if key.default in ("none", "required", "derived") else key.default
-    return {"default": default, "required": key.default == "required", "help": key.help}
+    """Return default, help and whether a run file must have the key, for programs."""
+    # words in place of a default, which are no value in TOML
+    has_no_default = key.default in ("none", "required", "derived")
+    default = None if has_no_default else key.default
+    is_required = key.default == "required"
+    return {"default": default, "required": is_required, "help": key.help}
 
 
 def describe_keys(words: Sequence[str] = (), width: int | None = None) -> str:
@@ -66,14 +73,17 @@ def describe_keys(words: Sequence[str] = (), width: int | None = None) -> str:
 
     Raises UserError for a word that no table and no key has in its name.
     """
-    tables = _matching_tables(list(key_tables()), words)
-    texts = ["\n".join(_table_lines(table, width)) for table in tables]
+    all_tables = list(key_tables())
+    texts = list[str]()
+    for table in _matching_tables(all_tables, words):
+        lines = _table_lines(table, width)
+        texts.append("\n".join(lines))
     return "\n\n".join(texts)
 
 
 def _matching_tables(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTable]:
     """Return the tables with those keys that a word asks for; all keys without words. Raises
-    UserError."""
+    UserError with a line for each word that no key has."""
     if not words:
         return tables
     wanted = set[str]()
@@ -87,9 +97,9 @@ def _matching_tables(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTa
         raise UserError(*problems)
     reduced = list[KeyTable]()
     for table in tables:
-        keys = tuple(key for key in table.keys if key.name in wanted)
-        if keys:
-            reduced.append(replace(table, keys=keys))
+        wanted_keys = tuple(key for key in table.keys if key.name in wanted)
+        if wanted_keys:
+            reduced.append(replace(table, keys=wanted_keys))
     return reduced
 
 
@@ -107,7 +117,8 @@ def _matching_keys(tables: Sequence[KeyTable], word: str) -> set[str]:
 
 
 def _unknown_word(word: str, tables: Sequence[KeyTable]) -> str:
-    """Return the line about a word that fits no key, with the most similar name."""
+    """Return the line about a word that fits no key, with the key or table of the most similar
+    name."""
     keys = [key.name for key in keys_of(tables)]
     # of keys with the same name the first counts
     suggestions = dict[str, str]()  # by what the word may be like: a key's name, or with its table
@@ -131,7 +142,9 @@ def _table_lines(table: KeyTable, width: int | None) -> Iterator[str]:
             yield f"{key.name:34}{key.default:16}{key.help}"
         return
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)
-    yield from wrap(f"[{table.name}]  {table.subject}", subsequent_indent="    ")
+    heading = f"[{table.name}]  {table.subject}"
+    yield from wrap(heading, subsequent_indent="    ")
     for key in table.keys:
-        yield from wrap(f"{key.name} = {key.default}", subsequent_indent="        ")
+        assignment = f"{key.name} = {key.default}"
+        yield from wrap(assignment, subsequent_indent="        ")
         yield from wrap(key.help, initial_indent="    ", subsequent_indent="    ")

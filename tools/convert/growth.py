@@ -64,11 +64,13 @@ class VocabularyGrowth:
         return cls(kind, rows, known, is_new)
 
     def describe(self) -> str:
-        """Return the new rows in words."""
+        """Return the new rows in words: how many, of which ids, and what they are."""
         ids = self.new.nonzero().flatten().tolist()
-        span = f"id {ids[0]}" if len(ids) == 1 else f"ids {ids[0]} to {ids[-1]}"
+        first_id = ids[0]
+        span = f"id {first_id}" if len(ids) == 1 else f"ids {first_id} to {ids[-1]}"
+        num_known = int(self.known.sum())
         values = {
-            "mean": f"the mean of the rows of {int(self.known.sum()):,} known tokens",
+            "mean": f"the mean of the rows of {num_known:,} known tokens",
             "zero": "zero",
             "random": "drawn as initial weights are",
         }
@@ -77,7 +79,8 @@ class VocabularyGrowth:
 
 def _ids_of(tokenizer: Tokenizer, rows: int) -> Tensor:
     """Return bool [rows], True for ids that a token of the tokenizer has."""
-    ids = torch.tensor(sorted(set(tokenizer.vocabulary().values())))
+    distinct_ids = set(tokenizer.vocabulary().values())
+    ids = torch.tensor(sorted(distinct_ids))
     ids_with_row = ids[ids < rows]
     has_token = torch.zeros(rows, dtype=torch.bool)
     has_token[ids_with_row] = True
@@ -94,6 +97,7 @@ def moved_tokens(old: Tokenizer, new: Tokenizer) -> Iterator[Problem]:
             moved.append((token_id, token))
     if not moved:
         return
+    # one stands for all: that of the lowest id
     token_id, token = min(moved)
     now = f"token {new_ids[token]}" if token in new_ids else "not there"
     yield Problem.of(
@@ -132,20 +136,23 @@ class GrownWeights:
         # whole rows, of which what was not asked for is cut off
         first_row = first // hidden
         end_row = -(-last // hidden)  # rounded up
+        # numbered in the logical tensor, of which the slice has the rows from `part.start` on
         rows = self._rows(part, part.start + first_row, part.start + end_row)
-        skipped = first_row * hidden
         elements = rows.reshape(-1)
+        skipped = first_row * hidden
         return elements[first - skipped : last - skipped]
 
     def _rows(self, part: Part, top: int, bottom: int) -> Tensor:
-        """Return rows [top, bottom) of a tensor that grows."""
+        """Return rows [top, bottom) of a logical tensor that grows: [bottom - top, hidden], in the
+        wider of the dtypes of masters and weights."""
         _, hidden = part.shape
         weight_dtype = self._plan.param_dtype(part.name)
         wider_dtype = max(self._plan.masters, weight_dtype, key=lambda dtype: dtype.itemsize)
         rows = torch.empty(bottom - top, hidden, dtype=wider_dtype)
         old_bottom = min(bottom, self._growth.rows)
         if top < old_bottom:
-            rows[: old_bottom - top] = self._old_rows(part, top, old_bottom)
+            num_old = old_bottom - top
+            rows[:num_old] = self._old_rows(part, top, old_bottom)
         is_new = self._growth.new[top:bottom]
         if is_new.any():
             made = self._new_rows(part, top, bottom)
@@ -153,7 +160,7 @@ class GrownWeights:
         return rows
 
     def _old_rows(self, part: Part, top: int, bottom: int) -> Tensor:
-        """Return rows [top, bottom) of a tensor of the weights."""
+        """Return rows [top, bottom) of a tensor as the weights have it, in their dtype."""
         _, hidden = part.shape
         whole = Part(part.name, (self._growth.rows, hidden))
         rows = self._slices.read_range("weight", whole, top * hidden, bottom * hidden)
@@ -171,7 +178,8 @@ class GrownWeights:
             return torch.zeros(bottom - top, hidden)
         if part.name not in self._means:
             self._means[part.name] = self._mean(part)
-        return self._means[part.name].expand(bottom - top, hidden)
+        mean = self._means[part.name]
+        return mean.expand(bottom - top, hidden)
 
     def _mean(self, part: Part) -> Tensor:
         """Return float64 [hidden], the mean of the rows of known tokens.
@@ -187,7 +195,8 @@ class GrownWeights:
             block = torch.zeros(BLOCK, hidden, dtype=torch.float64)
             filled = block[: bottom - top]
             filled.copy_(self._old_rows(part, top, bottom))
-            filled[~known[top:bottom]] = 0
+            is_padding = ~known[top:bottom]
+            filled[is_padding] = 0
             # halves are added until one row is left
             while len(block) > 1:
                 half = len(block) // 2

@@ -52,7 +52,8 @@ def first_ids(source: Source) -> dict[str, Any]:
     tokens = dict[str, str]()
     if file:
         texts = _texts(load_tokenizer(file))
-        for token_id in sorted(_all_ids(facts.special) | _all_ids(facts.generation)):
+        named = _all_ids(facts.special) | _all_ids(facts.generation)
+        for token_id in sorted(named):
             if token_id in texts:
                 tokens[str(token_id)] = texts[token_id]
     return {SPECIAL: facts.special, GENERATION: facts.generation, TOKENS: tokens}
@@ -67,7 +68,8 @@ def saved_ids(checkpoint: Store) -> dict[str, Any]:
     generation = read_table(checkpoint, GENERATION)
     if not special and not generation:
         return {}
-    return {SPECIAL: special, GENERATION: generation, TOKENS: _read_tokens(checkpoint)}
+    tokens = _read_tokens(checkpoint)
+    return {SPECIAL: special, GENERATION: generation, TOKENS: tokens}
 
 
 def kept_ids(checkpoint: Store) -> KeptIds:
@@ -81,22 +83,25 @@ def kept_ids(checkpoint: Store) -> KeptIds:
     documents = read_documents(checkpoint)
     if not documents:
         return KeptIds(special, generation)
+    begin = documents["begin"]
+    end = documents["end"]
     if not special and not generation:
-        return KeptIds({BEGIN: documents["begin"], END: documents["end"]}, {})
+        return KeptIds({BEGIN: begin, END: end}, {})
     moved = _moved_ids(checkpoint)
     in_config = _Table(special, "config.json")
     in_generation = _Table(generation, "generation_config.json")
     for table in (in_config, in_generation):
         table.move(moved)
-    in_config.begin_with(documents["begin"], documents["end"])
+    in_config.begin_with(begin, end)
     # A key that a file leaves out is not added to it.
     if BEGIN in generation:
-        in_generation.begin_with(documents["begin"], documents["end"])
+        in_generation.begin_with(begin, end)
     # Either file may name the end of a chat beside that of a text.
-    if documents["end"] not in (in_config.ids(END) | in_generation.ids(END)):
-        in_config.end_with(documents["end"])
+    known_ends = in_config.ids(END) | in_generation.ids(END)
+    if end not in known_ends:
+        in_config.end_with(end)
         if END in generation:
-            in_generation.end_with(documents["end"])
+            in_generation.end_with(end)
     changes = (*in_config.changes(), *in_generation.changes())
     return KeptIds(in_config.entries, in_generation.entries, changes)
 
@@ -117,9 +122,12 @@ class _Table:
     def move(self, moved: Mapping[int, int | None]) -> None:
         """Let ids follow their tokens. moved: id -> its new id, None for a token that is gone."""
         for key, value in self.entries.items():
-            if not _ids(value) & moved.keys() or not key.endswith(_OF_TOKENS):
+            has_moved = _ids(value) & moved.keys()
+            # a number under another key, as a size, is no id
+            if not has_moved or not key.endswith(_OF_TOKENS):
                 continue
-            self._change(key, _moved(value, moved), "the run's tokenizer has other tokens")
+            new_value = _moved(value, moved)
+            self._change(key, new_value, "the run's tokenizer has other tokens")
 
     def begin_with(self, begin: int | None, end: int | None) -> None:
         """Let documents begin as in training."""
@@ -127,7 +135,8 @@ class _Table:
         # Where no begin token is stated, the end of one document comes before the next.
         if stated is None and begin == end:
             return
-        if begin not in (stated if isinstance(stated, list) else [stated]):
+        all_stated = stated if isinstance(stated, list) else [stated]
+        if begin not in all_stated:
             self._change(BEGIN, begin, "documents of the run begin with it")
 
     def end_with(self, end: int | None) -> None:
@@ -138,7 +147,8 @@ class _Table:
         value = self.entries.get(END)
         others = value if isinstance(value, list) else [value]
         known = [token_id for token_id in others if token_id is not None]
-        self._change(END, [end, *known] if known else end, "documents of the run end with it")
+        ends = [end, *known] if known else end
+        self._change(END, ends, "documents of the run end with it")
 
     def changes(self) -> Iterator[str]:
         """Yield a line for each entry that was changed."""
@@ -146,9 +156,11 @@ class _Table:
             before = self._before.get(key)
             now = self.entries[key]
             if now != before:
-                yield f"{key} of {self._file}: {_in_words(before)} -> {_in_words(now)}: {reason}"
+                change = f"{_in_words(before)} -> {_in_words(now)}"
+                yield f"{key} of {self._file}: {change}: {reason}"
 
     def _change(self, key: str, value: Any, reason: str) -> None:
+        """Put a value under a key, for a reason in words, of which the last one is told."""
         self.entries[key] = value
         self._reasons[key] = reason
 
@@ -185,7 +197,8 @@ def _read_tokens(checkpoint: Store) -> dict[str, str]:
 
 def _texts(tokenizer: Tokenizer) -> dict[int, str]:
     """Return id -> text of the tokens."""
-    return {token_id: token for token, token_id in tokenizer.vocabulary().items()}
+    vocabulary = tokenizer.vocabulary()
+    return {token_id: token for token, token_id in vocabulary.items()}
 
 
 def _all_ids(table: Mapping[str, Any]) -> set[int]:
@@ -208,8 +221,8 @@ def _moved(value: Any, moved: Mapping[int, int | None]) -> Any:
     if not isinstance(value, list):
         return moved.get(value, value)
     new_ids = [moved.get(token_id, token_id) for token_id in value]
-    kept_ids = [token_id for token_id in new_ids if token_id is not None]
-    return kept_ids or None
+    remaining_ids = [token_id for token_id in new_ids if token_id is not None]
+    return remaining_ids or None
 
 
 def _in_words(value: Any) -> str:

@@ -48,13 +48,15 @@ def merge(sources: Sequence[Source], weights: Sequence[float], dtype: torch.dtyp
     _require_one_model(sources)
     _require_one_tokenizer(sources)
     first = sources[0]
+    last = sources[-1]
     dtypes = {key: first.dtype_in(key, dtype) for key in first.keys("weight")}
     origins = list[Origin]()
     corrections = list[str]()
     for keys in _groups(sources):
-        if is_correction(keys[0]):
-            corrections.append(keys[0])
-            origins.append(_of_last(keys[0], sources[-1]))
+        first_key = keys[0]
+        if is_correction(first_key):
+            corrections.append(first_key)
+            origins.append(_of_last(first_key, last))
         else:
             origins.append(_mean(keys, sources, weights, dtypes))
     facts = _facts(sources, weights, corrections)
@@ -70,15 +72,18 @@ def _require_one_model(sources: Sequence[Source]) -> None:
     for other in sources[1:]:
         fields = differing_fields(first.model, other.model)
         needless = {*without_effect(first.model)}
+        # fields that change no result in this model may differ
         if needless.issuperset(fields):
             continue
         for field in fields:
+            value = getattr(first.model, field)
+            other_value = getattr(other.model, field)
             problem = Problem.of(
                 "convert.merge_model_differs",
                 key=f"model.{field}",
-                value=toml(getattr(first.model, field)),
+                value=toml(value),
                 path=first.path,
-                other_value=toml(getattr(other.model, field)),
+                other_value=toml(other_value),
                 other_path=other.path,
             )
             problems.append(problem)
@@ -94,9 +99,10 @@ def _require_one_tokenizer(sources: Sequence[Source]) -> None:
             files.append(file)
     problems = list[Problem]()
     for other_file in files[1:]:
-        if not same_tokens(files[0], other_file):
+        first_file = files[0]
+        if not same_tokens(first_file, other_file):
             problem = Problem.of(
-                "convert.merge_tokenizer_differs", file=files[0], other_file=other_file
+                "convert.merge_tokenizer_differs", file=first_file, other_file=other_file
             )
             problems.append(problem)
     if problems:
@@ -113,13 +119,17 @@ def _facts(sources: Sequence[Source], weights: Sequence[float], corrections: lis
         merged.append(MergedInput(source.path, source.kind, weight))
         if source.facts.unread:
             unread[source.facts.unread] = None
-        unread.update(dict.fromkeys(kind for kind in source.kinds if kind != "weight"))
+        # moments and the like, which no mean is taken of
+        unread_kinds = [kind for kind in source.kinds if kind != "weight"]
+        unread.update(dict.fromkeys(unread_kinds))
         notes.update(dict.fromkeys(source.facts.notes))
     if corrections:
         others = f" and {len(corrections) - 1} more" if len(corrections) > 1 else ""
+        count = counted(len(corrections), "correction")
+        last = sources[-1]
         note = (
-            f"{counted(len(corrections), 'correction')} of routers by loads, {corrections[0]}"
-            f"{others}: of {sources[-1].path}, the last, for they are no weights to be averaged"
+            f"{count} of routers by loads, {corrections[0]}"
+            f"{others}: of {last.path}, the last, for they are no weights to be averaged"
         )
         notes[note] = None
     return Facts(
@@ -136,7 +146,8 @@ def _groups(sources: Sequence[Source]) -> Iterator[list[str]]:
     """Yield the keys of all weights, those together that must be read together: a packed tensor of
     one input may have parts that lie in several tensors of another."""
     done = set[str]()
-    for key in sources[0].keys("weight"):
+    first = sources[0]
+    for key in first.keys("weight"):
         if key in done:
             continue
         done.add(key)
@@ -144,7 +155,8 @@ def _groups(sources: Sequence[Source]) -> Iterator[list[str]]:
         # The list grows while it is walked through.
         for member in group:
             for source in sources:
-                for sibling in source.origin(member).keys:
+                origin = source.origin(member)
+                for sibling in origin.keys:
                     if sibling not in done and sibling.startswith(WEIGHT):
                         done.add(sibling)
                         group.append(sibling)
@@ -152,12 +164,14 @@ def _groups(sources: Sequence[Source]) -> Iterator[list[str]]:
 
 
 def _of_last(key: str, source: Source) -> Origin:
-    """Return the origin of a tensor that is taken as it is."""
+    """Return the origin of a tensor that is taken from `source` as it is."""
 
     def load() -> list[Tensor]:
-        return [_require_finite(source.read(key), key, source)]
+        values = source.read(key)
+        return [_require_finite(values, key, source)]
 
-    return Origin(key, (key,), (source.shapes[key],), source.dtype(key), load)
+    shape = source.shapes[key]
+    return Origin(key, (key,), (shape,), source.dtype(key), load)
 
 
 def _mean(
@@ -167,13 +181,16 @@ def _mean(
     dtypes: Mapping[str, torch.dtype],
 ) -> Origin:
     """Return the origin of logical tensors that are averaged. dtypes: of the means, by key."""
-    shapes = tuple(sources[0].shapes[key] for key in keys)
+    shapes_by_key = sources[0].shapes
+    shapes = tuple(shapes_by_key[key] for key in keys)
     first_key = keys[0]
+    first_shape = shapes[0]
     dtype = dtypes[first_key]
     has_rows = all(source.origin(first_key).rows for source in sources)
-    if len(keys) == 1 and has_rows and shapes[0]:
+    # by rows, which takes less memory; a scalar has none
+    if len(keys) == 1 and has_rows and first_shape:
         rows = bind(_mean_of_rows, first_key, sources, weights, dtype)
-        load = bind(_whole, rows, shapes[0], dtype)
+        load = bind(_whole, rows, first_shape, dtype)
         return Origin(first_key, (first_key,), shapes, dtype, load, rows)
     load = bind(_means_of_whole, keys, sources, weights, dtypes)
     return Origin(first_key, tuple(keys), shapes, dtype, load)
@@ -187,10 +204,12 @@ def _mean_of_rows(
     top: int,
     bottom: int,
 ) -> Tensor:
-    """Return rows [top, bottom) of a mean."""
+    """Return rows [top, bottom) of a mean, in `dtype`."""
     total = torch.empty(0)
-    for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
-        rows = _require_finite(source.rows(key, top, bottom), key, source)
+    weighted_sources = zip(sources, weights, strict=True)
+    for number, (source, weight) in enumerate(weighted_sources):
+        rows = source.rows(key, top, bottom)
+        rows = _require_finite(rows, key, source)
         product = rows.double().mul_(weight)
         total = product if number == 0 else total.add_(product)
     return from_double(total, dtype)
@@ -199,12 +218,16 @@ def _mean_of_rows(
 def _whole(
     rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return a tensor whole. It is filled in by pieces, so that few of its numbers are FP64."""
+    """Return a tensor whole. It is filled in by pieces, so that few of its numbers are FP64.
+
+    rows: returns rows [top, bottom) of it.
+    """
     mean = torch.empty(tuple(shape), dtype=dtype)
-    row_bytes = prod(shape[1:]) * dtype.itemsize
+    num_rows, *row_shape = shape
+    row_bytes = prod(row_shape) * dtype.itemsize
     piece_rows = max(1, PIECE // max(1, row_bytes))
-    for top in range(0, shape[0], piece_rows):
-        bottom = min(top + piece_rows, shape[0])
+    for top in range(0, num_rows, piece_rows):
+        bottom = min(top + piece_rows, num_rows)
         mean[top:bottom] = rows(top, bottom)
     return [mean]
 
@@ -215,15 +238,15 @@ def _means_of_whole(
     weights: Sequence[float],
     dtypes: Mapping[str, torch.dtype],
 ) -> list[Tensor]:
-    """Return the means of tensors that are read together."""
-    totals = dict[str, Tensor]()
+    """Return the means of tensors that are read together, in the order of their keys."""
+    totals = dict[str, Tensor]()  # FP64
     for source, weight in zip(sources, weights, strict=True):
         for key in _in_order_of(source, keys):
-            part = _require_finite(source.read(key), key, source)
+            values = _require_finite(source.read(key), key, source)
             if key in totals:
-                _add(totals[key], part, weight)
+                _add(totals[key], values, weight)
             else:
-                totals[key] = part.double().mul_(weight).contiguous()
+                totals[key] = values.double().mul_(weight).contiguous()
     # Taken out one by one, so that each is let go of as soon as it is rounded.
     return [_rounded(totals.pop(key), dtypes[key]) for key in keys]
 
@@ -232,22 +255,25 @@ def _in_order_of(source: Source, keys: Iterable[str]) -> list[str]:
     """Return keys such that those of one foreign tensor are neighbours: each is then read once."""
     by_origin = dict[str, list[str]]()
     for key in keys:
-        by_origin.setdefault(source.origin(key).name, []).append(key)
+        origin = source.origin(key)
+        neighbours = by_origin.setdefault(origin.name, [])
+        neighbours.append(key)
     ordered = list[str]()
     for neighbours in by_origin.values():
         ordered += neighbours
     return ordered
 
 
-def _add(total: Tensor, part: Tensor, weight: float) -> None:
-    """Add the product of a part and its weight to an FP64 total of the same shape, a piece at a
+def _add(total: Tensor, values: Tensor, weight: float) -> None:
+    """Add the product of values and their weight to an FP64 total of the same shape, a piece at a
     time."""
     block = PIECE // total.itemsize
     total_blocks = total.view(-1).split(block)
-    part_blocks = part.reshape(-1).split(block)
-    for total_block, part_block in zip(total_blocks, part_blocks, strict=True):
+    blocks_of_values = values.reshape(-1).split(block)
+    for total_block, block_of_values in zip(total_blocks, blocks_of_values, strict=True):
         # Not add_ with alpha, which may round product and sum at once.
-        total_block.add_(part_block.double().mul_(weight))
+        product = block_of_values.double().mul_(weight)
+        total_block.add_(product)
 
 
 def _rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,7 +283,8 @@ def _rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
     mean_blocks = mean.view(-1).split(block)
     total_blocks = total.view(-1).split(block)
     for mean_block, total_block in zip(mean_blocks, total_blocks, strict=True):
-        mean_block.copy_(from_double(total_block, dtype))
+        rounded = from_double(total_block, dtype)
+        mean_block.copy_(rounded)
     return mean
 
 

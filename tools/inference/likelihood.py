@@ -36,6 +36,7 @@ def likelihoods(
     # windows may be equal.
     place_of = {id(window): place for place, window in enumerate(windows)}
     tokens_per_batch = LOGITS // config.vocab
+    # dynamic scaling depends on the length, which padding would change
     same_length = config.rope_scaling.kind == "dynamic"
     all_batches = list(batches(windows, tokens_per_batch, same_length))
     for number, batch in enumerate(all_batches):
@@ -53,10 +54,10 @@ def likelihoods(
         _sums_of_batch(model, all_batches[0])
     results = list[Likelihood]()
     # Zeros but on the first tensor rank of each replica's last stage, so no window is added twice.
-    total_sums = model.world.sum_(sums)
-    for log_probability, unlikely in total_sums.tolist():
-        is_likeliest = not unlikely
-        results.append((log_probability, is_likeliest))
+    total_sums = model.world.sum_(sums).tolist()
+    for log_probability, num_unlikely in total_sums:
+        are_likeliest = not num_unlikely
+        results.append((log_probability, are_likeliest))
     return results
 
 
@@ -90,8 +91,8 @@ def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
 def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     """Return which targets have the largest logit, bool [s, b]; max over the tensor axis. logits:
     [s, b, this rank's vocabulary]."""
-    part = layout_of(stage.head).parts[0]
-    rows = part.local[0]  # of the vocabulary, on this rank
+    part, *_ = layout_of(stage.head).parts
+    rows, *_ = part.local  # of the vocabulary, on this rank
     last_row = rows - 1
     tp = stage.context.tp
     without_padding = logits[..., :rows]

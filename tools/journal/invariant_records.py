@@ -30,17 +30,20 @@ class InvariantFinding(NamedTuple):
 
 
 def in_words(names: Sequence[str]) -> str:
-    """Return the names of tensors, the first of many."""
-    return first_of(sorted(names), MOST_NAMED)
+    """Return the names of tensors as a list in words: the first of many, and how many more."""
+    sorted_names = sorted(names)
+    return first_of(sorted_names, MOST_NAMED)
 
 
 def broken_event(name: str, said: str, step: int) -> dict[str, Any]:
-    """Return the event of an invariant that a step has broken."""
-    return {"event": INVARIANT, "step": step, "invariant": name, "said": f"{name}: {said}"}
+    """Return the event of an invariant that a step has broken. said: how, in words."""
+    line = f"{name}: {said}"
+    return {"event": INVARIANT, "step": step, "invariant": name, "said": line}
 
 
 def findings_event(findings: Mapping[str, InvariantFinding], step: int) -> dict[str, Any]:
     """Return the event of what is known of each invariant."""
+    # as JSON has them: [verdict, why]
     verdicts = {name: list(finding) for name, finding in findings.items()}
     return {"event": INVARIANTS, "step": step, "verdicts": verdicts}
 
@@ -51,6 +54,7 @@ def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, InvariantFin
     findings = {name: InvariantFinding(NOT_TRIED, UNKNOWN) for name in NAMES}
     for name, finding in _recorded(events):
         known = findings.get(name)
+        # an invariant of another version has no name here
         if known is None or known.verdict == WRONG:
             continue
         if finding.verdict == NOT_TRIED and known.verdict == PROVEN:
@@ -61,18 +65,23 @@ def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, InvariantFin
 
 def broken_ones(findings: Mapping[str, InvariantFinding]) -> list[str]:
     """Return a line for each invariant that was broken."""
-    wrong = [(name, finding) for name, finding in findings.items() if finding.verdict == WRONG]
-    return [f"{name}: {finding.why}" for name, finding in wrong]
+    lines: list[str] = []
+    for name, finding in findings.items():
+        if finding.verdict == WRONG:
+            lines.append(f"{name}: {finding.why}")
+    return lines
 
 
 def _recorded(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, InvariantFinding]]:
     """Yield the findings of events, oldest first, without those that an editor has damaged."""
     for event in events:
-        if event.get("event") == INVARIANT:
+        kind = event.get("event")
+        if kind == INVARIANT:
             name = str(event["invariant"])
             said = str(event["said"]).removeprefix(f"{name}: ")
-            yield name, InvariantFinding(WRONG, f"{said}, in step {event['step']}")
-        if event.get("event") != INVARIANTS or not isinstance(event["verdicts"], dict):
+            why = f"{said}, in step {event['step']}"
+            yield name, InvariantFinding(WRONG, why)
+        if kind != INVARIANTS or not isinstance(event["verdicts"], dict):
             continue
         for name, finding in event["verdicts"].items():
             match finding:

@@ -42,11 +42,13 @@ def kernel_record(kernels: Sequence[Kernel], rows: int = ROWS) -> dict[str, Any]
     time."""
     if not kernels:
         return {"kernels": 0}
-    span = max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
-    idle = 1 - _busy(kernels) / span if span else 0.0
+    first_start = min(kernel.start for kernel in kernels)
+    last_end = max(kernel.end for kernel in kernels)
+    microseconds = last_end - first_start
+    idle = 1 - _busy(kernels) / microseconds if microseconds else 0.0
     return {
         "kernels": len(kernels),
-        "kernel_span_ms": round(span / 1e3, 3),
+        "kernel_span_ms": round(microseconds / 1e3, 3),
         "idle_share": round(idle, 4),
         "kernel_table": _table(kernels, rows),
     }
@@ -55,24 +57,27 @@ def kernel_record(kernels: Sequence[Kernel], rows: int = ROWS) -> dict[str, Any]
 def _busy(kernels: Iterable[Kernel]) -> float:
     """Return the microseconds in which at least one kernel ran."""
     busy = 0.0
-    until = float("-inf")
+    until = float("-inf")  # the end of all kernels so far
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        busy += max(0.0, kernel.end - max(kernel.start, until))
+        # what of it no kernel before it has covered
+        alone_from = max(kernel.start, until)
+        busy += max(0.0, kernel.end - alone_from)
         until = max(until, kernel.end)
     return busy
 
 
 def _table(kernels: Iterable[Kernel], rows: int) -> list[list[Any]]:
-    """Return the rows of the kernels that took most time, and one of all others, if there are
-    more than `rows`."""
+    """Return the rows of the kernels that took most time, as `_row` makes them, and one of all
+    others, if there are more than `rows`."""
     times_of: dict[str, list[float]] = defaultdict(list)  # microseconds of each run, by name
     for kernel in kernels:
-        times_of[kernel.name].append(kernel.end - kernel.start)
-    names = sorted(times_of, key=lambda name: -sum(times_of[name]))
+        microseconds = kernel.end - kernel.start
+        times_of[kernel.name].append(microseconds)
+    longest_first = sorted(times_of, key=lambda name: -sum(times_of[name]))
     total = sum(map(sum, times_of.values()))
-    table = [_row(name, times_of[name], total) for name in names[:rows]]
+    table = [_row(name, times_of[name], total) for name in longest_first[:rows]]
     others = list[float]()
-    for name in names[rows:]:
+    for name in longest_first[rows:]:
         others += times_of[name]
     if others:
         table.append(_row("all others", others, total))
@@ -83,4 +88,5 @@ def _row(name: str, times: Sequence[float], total: float) -> list[Any]:
     """Return name, runs, milliseconds and share of a kernel. times, total: microseconds."""
     spent = sum(times)
     share = spent / total if total else 0.0
-    return [name[:NAME_LENGTH], len(times), round(spent / 1e3, 3), round(share, 4)]
+    milliseconds = round(spent / 1e3, 3)
+    return [name[:NAME_LENGTH], len(times), milliseconds, round(share, 4)]

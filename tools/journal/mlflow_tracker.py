@@ -54,7 +54,9 @@ class MLflow:
             self._client.update_run(self._run, status=RUNNING)
             return
         self._last = 0
-        run = self._client.create_run(self._experiment(), run_name=self._folder.resolve().name)
+        experiment = self._experiment()
+        name = self._folder.resolve().name
+        run = self._client.create_run(experiment, run_name=name)
         self._run = run.info.run_id
         save_id(id_file, self._run)
         parameters = [self._entities.Param(key, value) for key, value in _dotted(configuration)]
@@ -65,22 +67,26 @@ class MLflow:
         """Send the numbers of a step, unless the run has them."""
         if step <= self._last:
             return
-        now = int(1000 * time.time())
+        now = int(1000 * time.time())  # milliseconds
         metrics = []
         for name, value in numbers.items():
-            metrics.append(self._entities.Metric(_metric_name(name, numbers), value, now, step))
+            metric_name = _metric_name(name, numbers)
+            metrics.append(self._entities.Metric(metric_name, value, now, step))
         for sent_at_once in _parts(metrics, MOST_METRICS):
             self._client.log_batch(self._run, metrics=sent_at_once)
 
     def finish(self, complete: bool) -> None:
         """End the run: as killed if it is not complete."""
-        self._client.set_terminated(self._run, FINISHED if complete else STOPPED)
+        status = FINISHED if complete else STOPPED
+        self._client.set_terminated(self._run, status)
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is made if it is not there."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
-        return experiment.experiment_id if experiment else self._client.create_experiment(name)
+        if experiment:
+            return experiment.experiment_id
+        return self._client.create_experiment(name)
 
 
 def _metric_name(name: str, numbers: Mapping[str, float]) -> str:
@@ -89,7 +95,9 @@ def _metric_name(name: str, numbers: Mapping[str, float]) -> str:
     In a store of files a metric is a file, and one whose name has a slash lies in a folder.
     """
     whole, _, part = name.partition("/")
-    return f"{whole}.{part}" if part and whole in numbers else name
+    # a folder cannot have the name of a file
+    is_beside_whole = part and whole in numbers
+    return f"{whole}.{part}" if is_beside_whole else name
 
 
 def _parts(entries: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:

@@ -25,21 +25,28 @@ def statistics_event(statistics: StepStatistics, step: int, outcome: str) -> dic
         "gradients": statistics.gradients,
         "updates": statistics.updates,
     }
+    outputs = {name: _rounded(size) for name, size in statistics.outputs.items()}
+    rows_by_kind = {kind: _rows(table) for kind, table in tables.items()}
     return {
         "event": STATISTICS,
         "step": step,
         "outcome": outcome,
         "measures": list(Moments._fields),
-        OUTPUTS: {name: _rounded(size) for name, size in statistics.outputs.items()},
-        **{kind: _rows(table) for kind, table in tables.items()},
+        OUTPUTS: outputs,
+        **rows_by_kind,
     }
 
 
 def _rows(table: Mapping[str, Moments]) -> dict[str, list[float]]:
-    return {name: [_rounded(number) for number in moments] for name, moments in table.items()}
+    """Return the numbers of each tensor, rounded, by logical name."""
+    rows: dict[str, list[float]] = {}
+    for name, moments in table.items():
+        rows[name] = [_rounded(number) for number in moments]
+    return rows
 
 
 def _rounded(number: float) -> float:
+    """Return a number with DIGITS significant digits: records are short, and read by people."""
     return float(f"{number:.{DIGITS}g}")
 
 
@@ -57,10 +64,15 @@ def measure_of(record: Record, kind: str, measure: str) -> dict[str, float]:
     column = measures.index(measure)
     values: dict[str, float] = {}
     for name, row in table.items():
-        if isinstance(row, list) and len(row) > column and _is_number(row[column]):
-            values[name] = float(row[column])
+        # an editor may have damaged a line
+        if not isinstance(row, list) or len(row) <= column:
+            continue
+        number = row[column]
+        if _is_number(number):
+            values[name] = float(number)
     return values
 
 
 def _is_number(value: object) -> bool:
+    """Return True of a finite number of JSON, which True and False are not."""
     return type(value) in (int, float) and math.isfinite(float(str(value)))

@@ -49,7 +49,9 @@ def profile_of_steps(
         return None
     first, last = steps
     if begin <= last:
-        return StepProfile((max(first, begin), last), rank, stages, device, folder)
+        # a resumed run profiles the steps that are left
+        first_left = max(first, begin)
+        return StepProfile((first_left, last), rank, stages, device, folder)
     is_profiled = any((folder / FOLDER).glob(f"steps_*_to_{last}.rank_{rank}.txt"))
     if rank == min(ranks) and not is_profiled:
         say(f"note       log.profile = {list(steps)}: these steps are taken already, unseen")
@@ -120,8 +122,10 @@ class StepProfile:
         trace = self._folder / f"{name}.json.gz"
         profiler.export_chrome_trace(str(trace))
         operators = _operators(profiler)
-        kernels = kernel_record(kernels_among(profiler.events() or ()), ROWS)
-        text = _tables(operators, _modules(profiler), kernels)
+        events = profiler.events() or ()
+        kernels = kernel_record(kernels_among(events), ROWS)
+        modules = _modules(profiler)
+        text = _tables(operators, modules, kernels)
         put_text(self._folder / f"{name}.txt", text)
         steps = f"steps {self._first} to {step}"
         longest = _longest_in_words(operators, kernels)
@@ -136,9 +140,11 @@ def _tables(operators: Rows, modules: Rows, kernels: Mapping[str, Any]) -> str:
     ]
     if "kernel_table" in kernels:
         idle = kernels["idle_share"]
+        title = f"kernels; the GPU had none for {idle:.1%} of the time"
         of_kernels = [(str(name), runs, ms) for name, runs, ms, _ in kernels["kernel_table"]]
-        sections.append((f"kernels; the GPU had none for {idle:.1%} of the time", of_kernels))
-    text = "\n\n".join(f"{title}\n\n{_as_table(rows)}" for title, rows in sections)
+        sections.append((title, of_kernels))
+    texts = [f"{title}\n\n{_as_table(rows)}" for title, rows in sections]
+    text = "\n\n".join(texts)
     return text + "\n"
 
 
@@ -146,7 +152,11 @@ def _longest_in_words(operators: Rows, kernels: Mapping[str, Any]) -> str:
     """Return the operators that took most of the host's time, each with its share, and how long
     the GPU was idle."""
     total = sum(milliseconds for _, _, milliseconds in operators) or 1.0
-    words = ", ".join(f"{operator} {ms / total:.0%}" for operator, _, ms in operators[:SHOWN])
+    longest: list[str] = []
+    for operator, _, milliseconds in operators[:SHOWN]:
+        share = milliseconds / total
+        longest.append(f"{operator} {share:.0%}")
+    words = ", ".join(longest)
     if "idle_share" in kernels:
         words += f"; the GPU idle for {kernels['idle_share']:.1%}"
     return words
@@ -155,7 +165,9 @@ def _longest_in_words(operators: Rows, kernels: Mapping[str, Any]) -> str:
 def _mark_modules(stage: nn.Module, number: int, count: int) -> Iterator[RemovableHandle]:
     """Put a span around the forward pass of each module of a stage; yield what removes it again."""
     for path, module in stage.named_modules():
-        name = path or (f"stage {number}" if count > 1 else "stage")
+        # the stage itself is the module without a path
+        own_name = f"stage {number}" if count > 1 else "stage"
+        name = path or own_name
         spans: list[Any] = []  # a module may be called within itself
         yield module.register_forward_pre_hook(partial(_begin, f"{MODULE}{name}", spans))
         yield module.register_forward_hook(partial(_end, spans), always_call=True)
@@ -171,7 +183,8 @@ def _begin(name: str, spans: list[Any], module: nn.Module, arguments: object) ->
 def _end(spans: list[Any], module: nn.Module, arguments: object, output: object) -> None:
     """Close the newest span: a hook after a forward pass, also of one that has raised."""
     if spans:
-        spans.pop().__exit__(None, None, None)
+        newest = spans.pop()
+        newest.__exit__(None, None, None)
 
 
 def _operators(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
@@ -180,8 +193,9 @@ def _operators(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]
     rows: list[tuple[str, int, float]] = []
     for event in profiler.key_averages():
         is_span = event.is_user_annotation or event.key.startswith(_OF_AUTOGRAD)
-        if not is_span and event.self_cpu_time_total > 0:
-            rows.append((event.key, event.count, event.self_cpu_time_total / 1e3))
+        microseconds = event.self_cpu_time_total
+        if not is_span and microseconds > 0:
+            rows.append((event.key, event.count, microseconds / 1e3))
     return _longest_first(rows)
 
 
@@ -192,10 +206,12 @@ def _modules(profiler: torch.profiler.profile) -> list[tuple[str, int, float]]:
     milliseconds: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         if event.key.startswith(MODULE):
-            name = re.sub(r"\b\d+\b", "*", event.key.removeprefix(MODULE))
+            path = event.key.removeprefix(MODULE)
+            name = re.sub(r"\b\d+\b", "*", path)
             runs[name] += event.count
             milliseconds[name] += event.cpu_time_total / 1e3
-    return _longest_first([(name, runs[name], milliseconds[name]) for name in runs])
+    rows = [(name, runs[name], milliseconds[name]) for name in runs]
+    return _longest_first(rows)
 
 
 def _longest_first(rows: list[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
@@ -209,6 +225,7 @@ def _longest_first(rows: list[tuple[str, int, float]]) -> list[tuple[str, int, f
 
 
 def _as_table(rows: Rows) -> str:
+    """Return the first ROWS rows as lines of text, below a line with the names of the columns."""
     lines = [f"{'ms':>14}  {'runs':>8}  name"]
     for name, runs, milliseconds in rows[:ROWS]:
         lines.append(f"{milliseconds:>14,.3f}  {runs:>8,}  {name}")

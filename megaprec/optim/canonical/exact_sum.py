@@ -39,14 +39,17 @@ class ExactSum:
 
     def __init__(self, device: torch.device, length: int = 0) -> None:
         self.device = device
-        self.length = length or (BLOCK if device.type == "cpu" else _GPU_BLOCKS * BLOCK)
+        suitable_length = BLOCK if device.type == "cpu" else _GPU_BLOCKS * BLOCK
+        self.length = length or suitable_length
         self._units = 0  # of 2^_LOWEST
         self._infinite = 0.0  # the sum of the numbers that are not finite
         self._digits = torch.empty(self.length, dtype=torch.float64, device=device)
 
     def add(self, values: Tensor) -> None:
         """Add all numbers of a tensor of any floating dtype."""
-        for run in values.detach().reshape(-1).split(self.length):
+        flat = values.detach().reshape(-1)
+        for run in flat.split(self.length):
+            # a copy, for `add_` overwrites it
             self.add_(run.to(torch.float64, copy=True))
 
     def add_(self, values: Tensor) -> None:
@@ -79,10 +82,12 @@ class ExactSum:
             # Numbers of this size are multiples of the digit's unit: adding one rounds to the
             # nearest multiple, and taking it away leaves the multiple.
             rounder = math.ldexp(1.5, position + _LOWEST + 52)
-            torch.add(remainder, rounder, out=digits).sub_(rounder)
+            torch.add(remainder, rounder, out=digits)
+            digits.sub_(rounder)
             remainder.sub_(digits)
             for block_sum in _block_sums(digits):
-                self._units += _in_units(block_sum, position) << position
+                units_of_digit = _in_units(block_sum, position)
+                self._units += units_of_digit << position
             if digit == 0 or not int(remainder.count_nonzero()):
                 return
             digit -= 1
@@ -124,7 +129,8 @@ def exact_total(values: Tensor, axis: Axis) -> Tensor:
     `axis`."""
     local = ExactSum(values.device)
     local.add(values)
-    rounded = total(axis.sum_(local.numbers()))
+    numbers = axis.sum_(local.numbers())
+    rounded = total(numbers)
     return torch.full((), rounded, dtype=torch.float64, device=values.device)
 
 
@@ -142,8 +148,10 @@ def _block_sums(digits: Tensor) -> list[float]:
         return [float(digits.sum())]
     end = len(digits) // BLOCK * BLOCK  # of the full blocks
     full_blocks = digits[:end].view(-1, BLOCK)
+    full_sums = full_blocks.sum(1)
     last_block = digits[end:]
-    return [*full_blocks.sum(1).tolist(), float(last_block.sum())]
+    last_sum = float(last_block.sum())
+    return [*full_sums.tolist(), last_sum]
 
 
 def _in_units(block_sum: float, position: int) -> int:

@@ -79,6 +79,7 @@ def _blocks(values: Tensor) -> Sequence[Tensor]:
 
 
 def _all_blocks(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return views of flat tensors, as `_blocks` cuts them, one tensor after the other."""
     blocks: list[Tensor] = []
     for values in tensors:
         blocks += _blocks(values)
@@ -98,7 +99,9 @@ def _squares_and_nonzero(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     for block in blocks:
         squares.append(_squares_by_rows(block))
         counts.append(block.count_nonzero())
-    return _checked(torch.stack(squares).sum(), blocks), torch.stack(counts).sum()
+    sum_of_all = _checked(torch.stack(squares).sum(), blocks)
+    num_nonzero = torch.stack(counts).sum()
+    return sum_of_all, num_nonzero
 
 
 def _num_nonzero(block: Tensor) -> Tensor:
@@ -127,7 +130,8 @@ def _squares_by_rows(block: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(rows, dim=1).double()
     squares = norms.square().sum()
     if rows_stop < len(block):
-        squares += torch.linalg.vector_norm(block[rows_stop:]).double().square()
+        rest_norm = torch.linalg.vector_norm(block[rows_stop:]).double()
+        squares += rest_norm.square()
     return squares
 
 
@@ -136,6 +140,7 @@ def _checked(squares: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     may have overflowed or lost small squares."""
     num_elements = sum(block.numel() for block in blocks)
     least_squares = num_elements * _LEAST_RMS**2
+    # inf and NaN are computed again too: the gradients may be finite
     if squares.isfinite() and squares >= least_squares:
         return squares
     norms: list[Tensor] = []

@@ -76,7 +76,9 @@ class DynamicGradScaler:
             raise UserError(*problems)
         self.scaling = scaling
         self.scale = torch.tensor(scaling.initial, dtype=torch.float32, device=device)
+        # good steps in a row
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        # overflows that are still tolerated
         self.hysteresis_tracker = torch.full(
             (), scaling.hysteresis, dtype=torch.int32, device=device
         )
@@ -86,19 +88,27 @@ class DynamicGradScaler:
         was not finite."""
         scaling = self.scaling
         overflowed = found_inf.reshape(()) != 0
-        tolerated = torch.where(overflowed, self.hysteresis_tracker - 1, self.hysteresis_tracker)
-        good_steps = torch.where(overflowed, 0, self.growth_tracker + 1)
+        one_less = self.hysteresis_tracker - 1
+        tolerated = torch.where(overflowed, one_less, self.hysteresis_tracker)
+        one_more = self.growth_tracker + 1
+        good_steps = torch.where(overflowed, 0, one_more)
         # ">=", not "==": after a resume with a shorter interval the tracker may already exceed it.
         grows = good_steps >= scaling.growth_interval
-        larger = (self.scale * scaling.growth_factor).clamp(max=_maximum(scaling))
-        smaller = (self.scale * scaling.backoff_factor).clamp(min=scaling.minimum)
+        larger = self.scale * scaling.growth_factor
+        larger = larger.clamp(max=_maximum(scaling))
+        smaller = self.scale * scaling.backoff_factor
+        smaller = smaller.clamp(min=scaling.minimum)
         after_good_step = torch.where(grows, larger, self.scale)
         # once none is left, every further overflow lowers the scale
         falls = overflowed & (tolerated <= 0)
-        self.scale.copy_(torch.where(falls, smaller, after_good_step))
+        scale = torch.where(falls, smaller, after_good_step)
+        self.scale.copy_(scale)
         refills = grows if scaling.hysteresis_refill == "growth" else ~overflowed
-        self.hysteresis_tracker.copy_(torch.where(refills, scaling.hysteresis, tolerated))
-        self.growth_tracker.copy_(torch.where(grows, 0, good_steps))
+        refilled = torch.where(refills, scaling.hysteresis, tolerated)
+        self.hysteresis_tracker.copy_(refilled)
+        # the interval begins anew after a growth
+        counted = torch.where(grows, 0, good_steps)
+        self.growth_tracker.copy_(counted)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all of the state, which must be equal on all ranks."""
@@ -117,14 +127,18 @@ class DynamicGradScaler:
         if state:
             # the limits may be others than those of the run that saved it
             scale = max(state["scale"], self.scaling.minimum)
-            self.scale.fill_(min(scale, _maximum(self.scaling)))
-            self.growth_tracker.fill_(int(state["growth_tracker"]))
-            self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
+            scale = min(scale, _maximum(self.scaling))
+            self.scale.fill_(scale)
+            good_steps = int(state["growth_tracker"])
+            self.growth_tracker.fill_(good_steps)
+            tolerated = int(state["hysteresis_tracker"])
+            self.hysteresis_tracker.fill_(tolerated)
 
 
 def disagreement(scaler: GradScaler, steps: int, rate: float, limits: StepLimits) -> str:
     """Return a line with this rank's numbers, which those of another rank contradict."""
-    here = f"{scaler.state_dict() or 'a constant scale'}, {steps} steps, learning rate {rate:g}"
+    scale = scaler.state_dict() or "a constant scale"
+    here = f"{scale}, {steps} steps, learning rate {rate:g}"
     if limits != NO_LIMITS:
         here += f", limits {limits.loss:.17g} of the loss and {limits.norm:.17g} of the norm"
     return (
@@ -143,6 +157,7 @@ def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> Gra
 
 
 def _maximum(scaling: LossScaling) -> float:
+    """Return the largest scale that the settings allow."""
     return _LARGEST if scaling.maximum is None else scaling.maximum
 
 

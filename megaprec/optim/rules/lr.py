@@ -50,6 +50,7 @@ class LRSchedule(NamedArguments):
     initial: float = 0.0
 
     def __post_init__(self) -> None:
+        # values of a wrong kind cannot be compared with their ranges
         if problems := wrong_kinds(self) or list(self._problems()):
             raise UserError(*problems)
 
@@ -57,17 +58,20 @@ class LRSchedule(NamedArguments):
         """Return the learning rate of the next step after `completed` steps (or samples)."""
         # "<=": the step after the last of warm-up has the peak itself, as in Megatron
         if self.warmup > 0 and completed <= self.warmup:
-            return self.initial + (self.peak - self.initial) * completed / self.warmup
+            rise = self.peak - self.initial
+            return self.initial + rise * completed / self.warmup
         kind = SCHEDULES[self.kind]
         if not kind.ends:
             return self.peak
         if completed > self.total:
             return self.final
-        return self.final + kind.height(self, completed) * (self.peak - self.final)
+        height = kind.height(self, completed)
+        return self.final + height * (self.peak - self.final)
 
     def after_warmup(self, completed: int) -> float:
         """Return the fraction of the steps after warm-up that are completed."""
-        return (completed - self.warmup) / (self.total - self.warmup)
+        completed_after_warmup = completed - self.warmup
+        return completed_after_warmup / (self.total - self.warmup)
 
     def _problems(self) -> Iterator[Problem]:
         """Yield a problem for each value that is out of its range or contradicts another one."""
@@ -87,18 +91,22 @@ class LRSchedule(NamedArguments):
 
 
 def _linear(fraction: float) -> float:
+    """Return the height of a straight line after a fraction of its length, from 1 down to 0."""
     return 1 - fraction
 
 
 def _cosine(fraction: float) -> float:
+    """Return the height of half a wave of the cosine, from 1 down to 0."""
     return 0.5 * (math.cos(math.pi * fraction) + 1)
 
 
 def _sqrt(fraction: float) -> float:
+    """Return the height of 1 - sqrt, which falls fast at first."""
     return 1 - math.sqrt(fraction)
 
 
 def _exponential(fraction: float) -> float:
+    """Return the height of Megatron's exponential decay, from 1 down to 0."""
     return 2 * 0.5**fraction - 1
 
 
@@ -113,11 +121,13 @@ TAILS: Mapping[Tail, Callable[[float], float]] = {
 
 def _stable_then_decay(schedule: LRSchedule, completed: int) -> float:
     """Return the height of "wsd": 1, the peak, and in the last `decay` steps that of the tail."""
-    completed_of_decay = completed - (schedule.total - schedule.decay)
+    begin_of_decay = schedule.total - schedule.decay
+    completed_of_decay = completed - begin_of_decay
     if completed_of_decay <= 0:
         return 1.0
     height_of_tail = TAILS[schedule.tail]
-    return height_of_tail(completed_of_decay / schedule.decay)
+    fraction = completed_of_decay / schedule.decay
+    return height_of_tail(fraction)
 
 
 class LRKind(NamedTuple):
@@ -148,6 +158,7 @@ def schedules_in_words() -> str:
     """Return a list of all schedules for users, as "a, b (in other words), or c"."""
     described: list[str] = []
     for name, kind in SCHEDULES.items():
-        described.append(f"{name} ({kind.said})" if kind.said else name)
+        in_words = f"{name} ({kind.said})" if kind.said else name
+        described.append(in_words)
     *most, last = described
     return f"{', '.join(most)}, or {last}"

@@ -61,7 +61,8 @@ class Group(NamedArguments):
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
             raise UserError.of("optimizer.group_pattern", pattern=self.pattern)
-        for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+        factor_of_name = (("lr", self.lr), ("weight_decay", self.weight_decay))
+        for name, factor in factor_of_name:
             if factor is None:
                 continue
             if not is_number(factor) or factor < 0:
@@ -96,12 +97,15 @@ def factors(part: Part, groups: Sequence[Group], rule: UpdateRule | None = None)
     if part.growth == AS_BASE:  # as wide as in muP's base model, or no muP
         return of_group
     width_factor = width_rate(part, rule or AdamW())
+    lr = of_group.lr * width_factor
     # A step shrinks a weight by rate times decay, which is then the same at all widths.
-    return Factors(of_group.lr * width_factor, of_group.weight_decay / width_factor)
+    weight_decay = of_group.weight_decay / width_factor
+    return Factors(lr, weight_decay)
 
 
 def _group_factors(part: Part, groups: Sequence[Group]) -> Factors:
-    """Return the factors of the first group that matches a logical tensor."""
+    """Return the factors of the first group that matches a logical tensor; those of no group if
+    none does."""
     is_vector = len(part.shape) < 2
     for group in groups:
         if fnmatchcase(part.name, group.pattern):
@@ -118,6 +122,7 @@ def in_order_of_factors(
 ) -> list[nn.Parameter]:
     """Return the parameters, those with equal factors side by side, so that `factor_spans` cuts a
     buffer of them into few spans."""
+    # by the factors of each logical tensor that a parameter consists of
     by_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         parts = layout_of(parameter).parts
@@ -137,6 +142,7 @@ def factor_spans(
     span_starts: list[int] = []
     factors_of_spans: list[Factors] = []
     for piece in buffer.pieces:
+        # this rank has nothing of the tensor
         if piece.start == piece.stop:
             continue
         piece_factors = factors(piece.part, groups, rule)
@@ -151,7 +157,9 @@ def factor_spans(
         start = max(span_start, buffer.start)
         stop = min(span_stop, buffer.stop)
         if start < stop:
-            yield FactorSpan(start - buffer.start, stop - buffer.start, span_factors)
+            start_in_slice = start - buffer.start
+            stop_in_slice = stop - buffer.start
+            yield FactorSpan(start_in_slice, stop_in_slice, span_factors)
 
 
 StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
@@ -219,7 +227,8 @@ def param_groups(
             decay = weight_decay * group_factors.weight_decay
             group = ParamGroup(params=[], weight_decay=decay)
             if lr is not None:
-                group.update(lr=lr * group_factors.lr, **options)
+                group_lr = lr * group_factors.lr
+                group.update(lr=group_lr, **options)
                 group.cycled = options
             made[group_factors] = group
         return made[group_factors]
@@ -229,8 +238,10 @@ def param_groups(
         # a group for the factors of each logical tensor; the parameter is listed in the first
         groups_of_parts: list[ParamGroup] = []
         for part in layout_of(parameter).parts:
-            groups_of_parts.append(group_with(factors(part, groups, rule)))
-        groups_of_parts[0]["params"].append(parameter)
+            part_factors = factors(part, groups, rule)
+            groups_of_parts.append(group_with(part_factors))
+        first_group = groups_of_parts[0]
+        first_group["params"].append(parameter)
     for group in made.values():
         group.members = tuple(group["params"])
     return made
@@ -239,8 +250,9 @@ def param_groups(
 def require_unreplaced_groups(current: Sequence[object], built: Groups) -> None:
     """Raise UserError unless `current`, the list that everybody sees, has the optimizer's own
     groups as they were built."""
-    same_groups = _are_identical(current, list(built.values()))
-    same_params = all(_are_identical(group["params"], group.members) for group in built.values())
+    built_groups = list(built.values())
+    same_groups = _are_identical(current, built_groups)
+    same_params = all(_are_identical(group["params"], group.members) for group in built_groups)
     if not same_groups or not same_params:
         raise UserError.of("optimizer.groups_replaced")
 
@@ -286,7 +298,8 @@ def _require_no_rule_options(groups: Groups) -> None:
         options = group.keys() & unread_options
         unread += [f"{option} = {group[option]!r}" for option in options]
     if unread:
-        read = ", ".join(["lr", "weight_decay", *groups[NO_FACTORS].cycled])
+        first_group = groups[NO_FACTORS]
+        read = ", ".join(["lr", "weight_decay", *first_group.cycled])
         raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
 
 
@@ -331,7 +344,8 @@ def describe_settings(groups: Groups, rates: Mapping[Factors, Rates], clip: floa
     for group_rates in rates.values():
         lines.append(f"lr = {group_rates.lr:.9g}, weight_decay = {group_rates.weight_decay:.9g}")
     for group in groups.values():
-        lines += [f"{name} = {value}" for name, value in _changed_options(group).items()]
+        changed = _changed_options(group)
+        lines += [f"{name} = {value}" for name, value in changed.items()]
     return [*lines, f"clip = {clip}"]
 
 
@@ -342,8 +356,11 @@ def _options_of_torch() -> frozenset[str]:
     names = set[str]()
     for member in vars(torch.optim).values():
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer):
-            names.update(inspect.signature(member).parameters)
-    return frozenset(names - {"params", "lr", "weight_decay", "defaults", "args", "kwargs"})
+            signature = inspect.signature(member)
+            names.update(signature.parameters)
+    # what a group has here too, and arguments that are no options
+    not_options = {"params", "lr", "weight_decay", "defaults", "args", "kwargs"}
+    return frozenset(names - not_options)
 
 
 def saved_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -356,7 +373,8 @@ def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     saved: list[dict[str, Any]] = []
     for group_factors, group in groups.items():
         if "lr" in group:
-            unchanged = group.cycled.keys() - _changed_options(group).keys()
+            changed = _changed_options(group)
+            unchanged = group.cycled.keys() - changed.keys()
             left_out = {"params", *unchanged}
             values = {key: value for key, value in group.items() if key not in left_out}
             saved.append({"factors": list(group_factors), **values})
@@ -370,4 +388,5 @@ def load_groups(saved: Iterable[dict[str, Any]], groups: Groups) -> None:
         saved_factors = Factors(*values["factors"])
         group = groups.get(saved_factors)
         if group is not None and "lr" in group:
-            group.update({key: value for key, value in values.items() if key != "factors"})
+            options = {key: value for key, value in values.items() if key != "factors"}
+            group.update(options)

@@ -46,16 +46,19 @@ def _muon_rate(part: Part, rule: Muon) -> float:
     growth = part.growth
     rows, columns = part.shape
     spectral_growth = (growth.outputs / growth.inputs) ** 0.5
+    base_rows = rows / growth.outputs
+    base_columns = columns / growth.inputs
     own_factor = rule.factor((rows, columns))
-    own_factor_of_base = rule.factor((rows / growth.outputs, columns / growth.inputs))
+    own_factor_of_base = rule.factor((base_rows, base_columns))
     return spectral_growth * own_factor_of_base / own_factor
 
 
 def model_growth(parts: Sequence[nn.Module]) -> float:
     """Return how many times as wide as the base model a model is: 1 without muP."""
     for part in _logical_parts(parts):
+        growth = part.growth
         # all features grow by one factor, or not at all
-        for factor in (part.growth.inputs, part.growth.outputs):
+        for factor in (growth.inputs, growth.outputs):
             if factor != 1:
                 return factor
     return 1.0
@@ -68,14 +71,17 @@ def rule_at_width(rule: UpdateRule, parts: Sequence[nn.Module]) -> UpdateRule:
     if growth == 1:
         return rule
     if isinstance(rule, Muon):
-        return replace(rule, adamw=_with_smaller_epsilon(rule.adamw, growth))
+        adamw = _with_smaller_epsilon(rule.adamw, growth)
+        return replace(rule, adamw=adamw)
     if isinstance(rule, AdamW):
         return _with_smaller_epsilon(rule, growth)
     return rule
 
 
 def _with_smaller_epsilon(rule: AdamW, growth: float) -> AdamW:
-    return replace(rule, eps=rule.eps / growth)
+    """Return AdamW for gradients that are smaller by `growth` than those of the base model."""
+    smaller = rule.eps / growth
+    return replace(rule, eps=smaller)
 
 
 def require_width_rule(rule: UpdateRule, parts: Sequence[nn.Module]) -> None:
@@ -89,7 +95,8 @@ def require_width_factors(rule: UpdateRule, part: Part) -> None:
     """Raise UserError unless a rule has a factor for a logical tensor that grows: if it is neither
     AdamW nor Muon, or if Muon would orthogonalize an embedding, or heads by themselves."""
     if not isinstance(rule, AdamW | Muon):
-        raise UserError.of("optimizer.mup_rule", rule=type(rule).__name__)
+        rule_name = type(rule).__name__
+        raise UserError.of("optimizer.mup_rule", rule=rule_name)
     # The factor needs the growth of one head's rows. The layout has that of all rows together,
     # which may come from larger heads or from more heads.
     if isinstance(rule, Muon) and rule.per_head:

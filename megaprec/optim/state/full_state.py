@@ -33,9 +33,10 @@ class _Counted(NamedTuple):
     def add_to(self, full: Tensor) -> None:
         """Add the elements at their places in the logical tensor `full`."""
         piece = self.owned.piece
-        flat_part = full.new_zeros(piece.stop - piece.start)
+        num_elements = piece.stop - piece.start
+        flat_part = full.new_zeros(num_elements)
         flat_part[self.owned.in_part] = self.values[self.owned.in_shard]
-        target = piece.part.take(full)
+        target = piece.part.take(full)  # a view
         target.add_(flat_part.view(piece.part.local))
 
 
@@ -53,19 +54,21 @@ def gather_tensors(
         for kind, values in buffer.saved().items():
             for piece in buffer.pieces:
                 state_key = _state_key(kind, piece)
-                headers[state_key] = list(piece.part.shape), dtype_name(values.dtype)
+                shape = list(piece.part.shape)
+                headers[state_key] = (shape, dtype_name(values.dtype))
             # this rank's share: replicas and ranks of ZeRO-1 divide the elements among them
             for owned in buffer.owned_pieces(*buffer.share):
                 if owned.piece.counts:
                     state_key = _state_key(kind, owned.piece)
-                    counted[state_key].append(_Counted(owned, values))
+                    counted_elements = _Counted(owned, values)
+                    counted[state_key].append(counted_elements)
     tensors: dict[str, Tensor] = {}
     all_headers = gather_entries(headers, world, device)
     # sorted: all ranks sum the same tensor at the same time
     for state_key, (shape, dtype) in sorted(all_headers.items()):
         full_tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
-        for elements in counted.get(state_key, ()):
-            elements.add_to(full_tensor)
+        for counted_elements in counted.get(state_key, ()):
+            counted_elements.add_to(full_tensor)
         tensors[state_key] = world.sum_(full_tensor).cpu()
     return tensors
 
@@ -76,8 +79,8 @@ def load_tensors(
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
-    tensor does not fit."""
+    """Load this rank's slices from whole tensors by "kind/logical name". Raise UserError on every
+    rank, before anything is changed, if a tensor does not fit. Collective over the world."""
     needed = dict(_needed_pieces(buffers))
     problems = list(_problems(tensors, needed))
     # other ranks hold other tensors of the model
@@ -95,20 +98,23 @@ def load_tensors(
         for kind in buffer.saved_names:
             for owned in buffer.owned_pieces():
                 full_tensor = tensors[_state_key(kind, owned.piece)]
-                flat_part = owned.piece.part.take(full_tensor).reshape(-1)
-                buffer.restore(kind, owned.in_shard.start, flat_part[owned.in_part])
+                own_part = owned.piece.part.take(full_tensor)
+                elements = own_part.reshape(-1)[owned.in_part]
+                buffer.restore(kind, owned.in_shard.start, elements)
 
 
 def _problems(tensors: dict[str, Tensor], needed: Mapping[str, Piece]) -> Iterator[Problem]:
     """Yield a problem for each needed tensor that is missing, or of another shape or kind."""
     for state_key, piece in needed.items():
         tensor = tensors.get(state_key)
-        if tensor is None or tuple(tensor.shape) != piece.part.shape:
+        shape = piece.part.shape
+        if tensor is None or tuple(tensor.shape) != shape:
+            saved_shape = "not" if tensor is None else list(tensor.shape)
             yield Problem.of(
                 "optimizer.state_shape",
                 key=state_key,
-                shape=list(piece.part.shape),
-                saved_shape="not" if tensor is None else list(tensor.shape),
+                shape=list(shape),
+                saved_shape=saved_shape,
             )
         elif not tensor.is_floating_point():
             yield Problem.of("optimizer.state_not_real", key=state_key, dtype=tensor.dtype)

@@ -63,7 +63,8 @@ class Draw:
         # counters of two steps never meet: no tensor has 2^40 elements
         step = applied.long() << 40
         for span in self.spans:
-            part_stop = span.part_start + span.stop - span.start
+            num_elements = span.stop - span.start
+            part_stop = span.part_start + num_elements
             index = logical_indices(span.part, span.part_start, part_stop, self.device)
             stream = key(self.seed, "rounding", name, span.part.name)
             drawn[span.start : span.stop] = bits(stream, index + step)
@@ -112,7 +113,7 @@ class Tile:
         return _widen(self.grads)
 
     def wide_moments(self) -> list[Tensor]:
-        """Return the moments, FP32 or wider."""
+        """Return the moments in the order of `moments`, FP32 or wider."""
         return [_widen(values) for _, values in self.moments]
 
     def wide_masters(self) -> Tensor:
@@ -175,7 +176,7 @@ class Tile:
         is_on_cpu = self.weights.device.type == "cpu"
         if is_on_cpu and _have_same_bits(rounded, self.weights):
             return
-        is_unwritten = rounded == self.weights
+        is_unwritten = rounded == self.weights  # False for NaN, which then becomes the master
         written = self.weights.to(self.masters.dtype)
         self.masters.copy_(torch.where(is_unwritten, self.masters, written))
 
@@ -203,12 +204,14 @@ class StateMemory(Protocol):
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors begin at the same address, as masters that are the weights do."""
     return first.data_ptr() == second.data_ptr()
 
 
 def _have_same_bits(first: Tensor, second: Tensor) -> bool:
     """Return True if two flat 16-bit tensors have the same bits. They are compared four elements at
     a time if both begin and end at multiples of 64 bits."""
+    # `first` was just computed, and begins at the beginning of its memory
     is_aligned = len(first) % 4 == 0 and second.storage_offset() % 4 == 0
     unit = torch.int64 if is_aligned else torch.int16
     return torch.equal(first.view(unit), second.view(unit))
@@ -226,4 +229,5 @@ def _are_neighbours(weights: Tensor, masters: Tensor) -> bool:
 
 
 def _widen(values: Tensor) -> Tensor:
+    """Return the values themselves, or as FP32 if they are narrower."""
     return values if values.itemsize >= 4 else values.float()

@@ -60,7 +60,8 @@ def calibrated(config: RunConfig, calibration: Calibration, known: Assumptions) 
         assumed = machine.with_attention(assumed) if machine.attention else assumed
         assumed = machine.with_layers(assumed) if machine.layers else assumed
         if machine.loss:
-            assumed = replace(assumed, logit=machine.loss[0].seconds_of_logit)
+            first_loss = machine.loss[0]
+            assumed = replace(assumed, logit=first_loss.seconds_of_logit)
     for kind, rows in machine.rows_by_kind.items():
         if not rows:
             missing.append(f"{kind} in {dtype}")
@@ -108,7 +109,7 @@ class _Machine:
         return replace(known, efficiency=speed / peak)
 
     def with_attention(self, known: Assumptions) -> Assumptions:
-        """Return the assumptions with the speed of attention divided by that of products."""
+        """Return the assumptions with the speed of attention, as a fraction of that of products."""
         tokens = self.config.train.seq_length / self.config.parallel.context
         speed = _speed_of_attention(self.attention, tokens)
         speed_of_products = known.tflops * 1e12 * known.efficiency
@@ -152,7 +153,8 @@ class _Machine:
         known_seconds += sum(attention_seconds(config, cost, of_shape))
         known_seconds += FIXED_PASSES * assumed.layer
         # products by themselves may take as long as the whole layer: something is always left
-        remaining = max(row.seconds - known_seconds, LEAST_SHARE * row.seconds)
+        least = LEAST_SHARE * row.seconds
+        remaining = max(row.seconds - known_seconds, least)
         at_one_gigabyte = replace(of_shape, bandwidth=1.0)
         # at 1 GB/s the seconds are the gigabytes
         gigabytes = sum(elementwise_seconds(config, cost, at_one_gigabyte))
@@ -166,7 +168,8 @@ def _rows_of(rows: Sequence[Row], dtype: str, threads: int) -> list[Row]:
 
 def threads_of(config: RunConfig, calibration: Calibration) -> int:
     """Return the CPU threads of a rank of the run: all local ranks share the cores."""
-    return config.train.threads or max(1, calibration.cores // config.world_size)
+    cores_of_rank = max(1, calibration.cores // config.world_size)
+    return config.train.threads or cores_of_rank
 
 
 def _speed_of_products(config: RunConfig, rows: Sequence[ProductRow]) -> float:
@@ -194,9 +197,11 @@ def _products_of(config: RunConfig) -> Iterator[tuple[float, float, float, int]]
         if kind.has_feed_forward:
             shapes += _feed_forward_products(kind, tokens, tensor)
         for rows, inputs, outputs, count_of_layer in shapes:
-            yield rows, inputs, outputs, layers * count_of_layer
+            count = layers * count_of_layer
+            yield rows, inputs, outputs, count
     # the head
-    yield tokens, model.hidden, model.vocab / tensor, 1
+    vocab_of_rank = model.vocab / tensor
+    yield tokens, model.hidden, vocab_of_rank, 1
 
 
 def _mixer_products(
@@ -211,12 +216,15 @@ def _mixer_products(
         width = recurrence.projected_width
     else:
         kv_matrices = 1 if kind.global_key_as_value else 2
-        width = (kind.heads + kv_matrices * kind.kv_heads) * kind.head_dim
+        projected_heads = kind.heads + kv_matrices * kind.kv_heads
+        width = projected_heads * kind.head_dim
     yield tokens, kind.hidden, width / tensor, 1
     # Kimi Delta Attention makes its gate and its decay from `rank` features
     if rank := kind.delta_net.gate_rank:
-        yield tokens, rank, kind.delta_net.value_width / tensor, 1
-        yield tokens, rank, kind.delta_net.decay_width / tensor, 1
+        gate_width = kind.delta_net.value_width / tensor
+        decay_width = kind.delta_net.decay_width / tensor
+        yield tokens, rank, gate_width, 1
+        yield tokens, rank, decay_width, 1
     yield tokens, kind.mixer_width / tensor, kind.hidden, 1
 
 
@@ -225,18 +233,22 @@ def _feed_forward_products(
 ) -> Iterator[tuple[float, float, float, int]]:
     """Yield the products of a layer's feed-forward, or of its experts, up and down: each as tokens,
     inputs, outputs, and how many there are."""
-    matrices = 2 if kind.gated else 1
+    matrices = 2 if kind.gated else 1  # those that go up
+    width_up = matrices * kind.ffn / tensor
+    width_down = kind.ffn / tensor
     if not kind.experts:
-        yield tokens, kind.hidden, matrices * kind.ffn / tensor, 1
-        yield tokens, kind.ffn / tensor, kind.hidden, 1
+        yield tokens, kind.hidden, width_up, 1
+        yield tokens, width_down, kind.hidden, 1
         return
     # if all experts get as many tokens
     expert_tokens = max(1.0, tokens * kind.experts_per_token / kind.experts)
-    yield expert_tokens, kind.hidden, matrices * kind.ffn / tensor, kind.experts
-    yield expert_tokens, kind.ffn / tensor, kind.hidden, kind.experts
+    yield expert_tokens, kind.hidden, width_up, kind.experts
+    yield expert_tokens, width_down, kind.hidden, kind.experts
     if kind.shared_experts:
-        yield tokens, kind.hidden, matrices * kind.shared_experts / tensor, 1
-        yield tokens, kind.shared_experts / tensor, kind.hidden, 1
+        shared_width_up = matrices * kind.shared_experts / tensor
+        shared_width_down = kind.shared_experts / tensor
+        yield tokens, kind.hidden, shared_width_up, 1
+        yield tokens, shared_width_down, kind.hidden, 1
 
 
 def speed_between(
@@ -266,7 +278,7 @@ def speed_between(
 def _speed_of_attention(rows: Sequence[AttentionRow], tokens: float) -> float:
     """Return the FLOP/s of attention of so many tokens, as of the nearest number measured."""
     nearest = min(rows, key=lambda row: abs(log2(row.tokens / tokens)))
-    # of scores and of sums of values, the causal half
+    # two products, of scores and of sums of values, with two FLOPs a pair; the causal half of both
     forward_flops = 2 * 2 * nearest.tokens**2 * nearest.heads * nearest.head_dim / 2
     flops = (1 + BACKWARD) * forward_flops
     return flops / (nearest.forward + nearest.backward)
@@ -294,7 +306,7 @@ def _run_of_layer(row: LayerRow, device: str) -> RunConfig:
 
 
 def sum_of_products(config: RunConfig, cost: StageCost, assumed: Assumptions) -> float:
-    """Return the time of a stage's products, forward and backward."""
+    """Return the seconds of a stage's products, forward and backward."""
     products = product_seconds(config, cost, assumed)
     return products.forward + products.input + products.weight + products.recomputed
 
@@ -330,4 +342,5 @@ def _on_shared_cores(
     """Return the assumptions with the number of ranks that share a core: all run on one machine."""
     ranks = config.world_size
     crowd = max(1.0, ranks / calibration.cores)
-    return replace(assumed, crowd=crowd, machine=max(ranks, assumed.machine))
+    machine = max(ranks, assumed.machine)
+    return replace(assumed, crowd=crowd, machine=machine)

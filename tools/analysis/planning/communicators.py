@@ -24,8 +24,8 @@ from tools.config.run_file import RunConfig
 
 HOST = 8  # GPUs
 MIB = 1 << 20
-RECEIVING = 10 * MIB  # a channel
-SENDING = 2 * MIB
+RECEIVING = 10 * MIB  # a channel, at the end that receives
+SENDING = 2 * MIB  # a channel, at the end that sends
 RING_CHANNELS = 24
 PEER_CHANNELS = 32
 POOL = PEER_CHANNELS * 16 * (MIB // 8)  # of each direction: 16 steps of 128 KiB
@@ -50,10 +50,13 @@ class Communicator:
     @property
     def nbytes(self) -> int:
         """Return the bytes of its buffers on this rank's GPU."""
-        ring = RING_CHANNELS * (RECEIVING + SENDING) if self.has_ring else 0
+        ring = 0
+        if self.has_ring:
+            ring = RING_CHANNELS * (RECEIVING + SENDING)
         near_sources = max(0, self.sources - self.far)
         near_destinations = max(0, self.destinations - self.far)
-        peers = PEER_CHANNELS * (RECEIVING * near_sources + SENDING * near_destinations)
+        bytes_of_channel = RECEIVING * near_sources + SENDING * near_destinations
+        peers = PEER_CHANNELS * bytes_of_channel
         # messages that leave the host have a pool for each direction
         pools = 0
         if self.far and self.sources:
@@ -64,7 +67,8 @@ class Communicator:
 
 
 def communicator_bytes(config: RunConfig, rank_of_stage: Sequence[int], rank: int) -> int:
-    """Return the bytes of all communicators of a pipeline rank."""
+    """Return the bytes of all communicators of a pipeline rank. rank_of_stage: the pipeline rank
+    that has each stage."""
     communicators = communicators_of(config, rank_of_stage, rank)
     return sum(communicator.nbytes for communicator in communicators)
 
@@ -87,7 +91,8 @@ def _of_axes(config: RunConfig) -> Iterator[Communicator]:
         leaves_host = parallel.tensor * parallel.context > HOST
         context = Communicator(parallel.context, sources=1, destinations=1, far=int(leaves_host))
     tensor = Communicator(parallel.tensor, has_ring=True)
-    axes = [Communicator(parallel.pipeline, has_ring=True)]
+    pipeline = Communicator(parallel.pipeline, has_ring=True)
+    axes = [pipeline]
     # replicas over one axis have the group of that axis
     if parallel.context == 1:
         axes.append(Communicator(parallel.data, has_ring=True))
@@ -95,7 +100,6 @@ def _of_axes(config: RunConfig) -> Iterator[Communicator]:
         context = replace(context, has_ring=True)
     axes += [context, tensor]
     whole = Communicator(config.world_size, has_ring=True)
-    pipeline, *_ = axes
     # Muon exchanges matrices over all ranks of a stage. If these lie along one axis, that axis has
     # their group; otherwise `_of_stage` has it.
     is_stage_one_axis = _axes_of_stage(config) == 1
@@ -116,6 +120,7 @@ def _of_axes(config: RunConfig) -> Iterator[Communicator]:
 
 
 def _exchanges_matrices(config: RunConfig) -> bool:
+    """Return True if the optimizer sends matrices to the ranks that own them."""
     return config.optimizer.name == "muon"
 
 
@@ -129,7 +134,7 @@ def _all_to_all(communicator: Communicator, inner: int) -> Communicator:
     """Return the group with messages of each rank to each other one, where neighbours in it are
     `inner` ranks apart."""
     others = communicator.size - 1
-    on_host = max(1, HOST // inner)
+    on_host = max(1, HOST // inner)  # ranks of the group that one host has
     far = max(0, communicator.size - on_host)
     return replace(communicator, sources=others, destinations=others, far=far)
 
@@ -165,7 +170,9 @@ def _of_experts(config: RunConfig) -> Iterator[Communicator]:
     yield _all_to_all(Communicator(parallel.expert), inner=slices)
     if slices != parallel.tensor:
         yield Communicator(slices, has_ring=True)
-    replicas = parallel.copies * parallel.tensor // (parallel.expert * slices)
+    # the ranks of a stage that have the same experts
+    ranks_of_stage = parallel.copies * parallel.tensor
+    replicas = ranks_of_stage // (parallel.expert * slices)
     yield Communicator(replicas, has_ring=True)
 
 
@@ -180,6 +187,7 @@ def _of_pipeline(
             yield Communicator(2, destinations=1, far=far)
         if channel.destination == rank:
             yield Communicator(2, sources=1, far=far)
+    # by some schedules the first and the last stage are on one rank
     ends = {rank_of_stage[0], rank_of_stage[-1]}
     shares_embedding = config.model.tied or config.model.mtp_layers > 0
     if shares_embedding and len(ends) > 1 and rank in ends:

@@ -56,6 +56,7 @@ class Curve:
 
     @property
     def skipped(self) -> int:
+        """The number of steps whose update was not applied."""
         return sum(record["outcome"] != "applied" for record in self.records)
 
     @property
@@ -66,8 +67,9 @@ class Curve:
     @cached_property
     def means(self) -> list[float]:
         """After each step, the mean loss over the newest applied steps."""
+        losses = values(self.records, "loss")
         is_applied = [record["outcome"] == "applied" for record in self.records]
-        return newest_means(values(self.records, "loss"), is_applied)
+        return newest_means(losses, is_applied)
 
     @property
     def held_out(self) -> float:
@@ -89,6 +91,7 @@ class Curve:
         return record["step"] if record else None
 
     def _newest_evaluation(self) -> Record | None:
+        """Return the newest record with a held-out loss; None if there is none."""
         for record in reversed(self.records):
             if HELD_OUT_LOSS in record:
                 return record
@@ -103,7 +106,8 @@ def newest_means(y_values: Sequence[float], is_counted: Sequence[bool]) -> list[
     for y_value, counts in zip(y_values, is_counted, strict=True):
         if counts:
             newest.append(y_value)
-        means.append(sum(newest) / len(newest) if newest else math.nan)
+        mean = sum(newest) / len(newest) if newest else math.nan
+        means.append(mean)
     return means
 
 
@@ -111,6 +115,7 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     """Return the runs sorted by final loss, the lowest first, runs without a loss last."""
 
     def order(curve: Curve) -> float:
+        """Return the final loss, or infinity without one."""
         # NaN has no place in an order
         return math.inf if math.isnan(curve.final) else curve.final
 
@@ -118,11 +123,17 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | None) -> None:
-    """Write the picture. Raises UserError without matplotlib."""
+    """Write the picture. Raises UserError for PNG without matplotlib.
+
+    x_axis: what the losses are drawn over. against: the run whose loss is subtracted; None: losses
+        are drawn.
+    """
     if against is None and len(curves) <= MAX_TOGETHER:
-        drawn_together(curves, x_axis).save(path)
+        drawing = drawn_together(curves, x_axis)
     else:
-        drawn_separately(by_loss(curves), x_axis, against).save(path)
+        sorted_curves = by_loss(curves)
+        drawing = drawn_separately(sorted_curves, x_axis, against)
+    drawing.save(path)
 
 
 def drawn_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
@@ -130,13 +141,15 @@ def drawn_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     series: list[Series] = []
     crosses: list[Crosses] = []
     colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
-    for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
+    colored_curves = zip(curves, colors, strict=True)
+    for curve_number, (curve, line_color) in enumerate(colored_curves):
         x_values = positions(curve.records, x_axis)
         losses = values(curve.records, "loss")
         series += _series(x_values, losses, curve.means, line_color)
         # each run's crosses a little above those of the run before
         skipped = skipped_positions(curve.records, x_axis)
-        crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
+        lift = 8.0 * curve_number
+        crosses.append(Crosses(skipped, "", line_color, lift=lift))
     chart = Chart(
         f"loss, nats a token: mean of last {LAST} steps; faint: each step; crosses: skipped steps",
         series,
@@ -173,7 +186,8 @@ def _label_ends(
     other names."""
     area = frame.box
     # from the top down: each label may push those below it
-    ends = sorted(_line_ends(frame, curves, colors), key=lambda end: end.height)
+    line_ends = _line_ends(frame, curves, colors)
+    ends = sorted(line_ends, key=lambda end: end.height)
     label_heights: list[float] = []
     for end in ends:
         # below the label before
@@ -184,18 +198,21 @@ def _label_ends(
     for end, label_height in zip(ends, label_heights, strict=True):
         middle = label_height - lift
         baseline = middle + 4  # half of the height of letters
-        final = "no loss" if math.isnan(end.curve.final) else f"{end.curve.final:.4f}"
+        curve = end.curve
+        final = "no loss" if math.isnan(curve.final) else f"{curve.final:.4f}"
+        # from the end of the run's line to its label
         yield Line(area.right + 2, end.height, area.right + 22, middle, end.color, 0.9)
-        yield Text(area.right + 26, baseline, end.curve.name, LABEL_SIZE, end.color)
+        yield Text(area.right + 26, baseline, curve.name, LABEL_SIZE, end.color)
         yield Text(finals_end, baseline, final, LABEL_SIZE, end.color, "end")
 
 
 def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> Iterator[_LineEnd]:
+    """Yield the end of the line of each run: at its last mean that is a number."""
     for curve, color in zip(curves, colors, strict=True):
-        finite = [mean for mean in curve.means if not math.isnan(mean)]
+        known_means = [mean for mean in curve.means if not math.isnan(mean)]
         height = frame.box.bottom  # a run without a loss is named below the others
-        if finite:
-            height = frame.y_pixel(finite[-1])
+        if known_means:
+            height = frame.y_pixel(known_means[-1])
         yield _LineEnd(height, curve, color)
 
 
@@ -214,7 +231,8 @@ def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
     rows: list[ChartRow] = []
     for start in range(0, len(charts), COLUMNS):
         in_row: list[Chart] = []
-        for number, chart in enumerate(charts[start : start + COLUMNS], start):
+        charts_of_row = charts[start : start + COLUMNS]
+        for number, chart in enumerate(charts_of_row, start):
             # the lowest chart of each column names the axis
             is_lowest = number + COLUMNS >= len(charts)
             x_label = axis_label(x_axis) if is_lowest else ""
@@ -224,7 +242,7 @@ def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
         quantity = f"loss minus that of {against.name}"
         steps = f"the last {LAST} common steps"
     else:
-        quantity = f"loss; grey: {curves[0].name}"
+        quantity = f"loss; grey: {reference.name}"
         steps = f"the last {LAST} steps"
     title = f"{quantity}; nats a token, mean of {steps}, the newest beside each name"
     return draw_rows(title, rows, 1200)
@@ -242,7 +260,8 @@ def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
     margin = 0.1 * (highest - lowest)
     # equal ones lie on one line, for which each chart finds its own height
     y_range = (lowest - margin, highest + margin) if margin else None
-    x_range = finite_range(chain.from_iterable(line.x for line in mean_lines))
+    x_values = chain.from_iterable(line.x for line in mean_lines)
+    x_range = finite_range(x_values)
     return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
 
 
@@ -250,10 +269,13 @@ def _chart_of_losses(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
     """Return the chart of one run, beside a reference."""
     x_of_reference = positions(reference.records, x_axis)
     series = [Series("", x_of_reference, reference.means, "faint", 1.0)]
+    x_values = positions(curve.records, x_axis)
     losses = values(curve.records, "loss")
-    series += _series(positions(curve.records, x_axis), losses, curve.means, "main")
-    skipped = Crosses(skipped_positions(curve.records, x_axis), label="")
-    return Chart(f"{curve.name}  {curve.final:.4f}", series, [skipped])
+    series += _series(x_values, losses, curve.means, "main")
+    skipped = skipped_positions(curve.records, x_axis)
+    crosses = Crosses(skipped, label="")
+    title = f"{curve.name}  {curve.final:.4f}"
+    return Chart(title, series, [crosses])
 
 
 def _chart_of_differences(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
@@ -264,18 +286,20 @@ def _chart_of_differences(curve: Curve, x_axis: Over, reference: Curve) -> Chart
     reference_records = [reference_by_step[record["step"]] for record in common]
     losses = values(common, "loss")
     reference_losses = values(reference_records, "loss")
-    differences = [
-        loss - reference_loss for loss, reference_loss in zip(losses, reference_losses, strict=True)
-    ]
-    are_applied = [
-        ours["outcome"] == theirs["outcome"] == "applied"
-        for ours, theirs in zip(common, reference_records, strict=True)
-    ]
+    differences: list[float] = []
+    for loss, reference_loss in zip(losses, reference_losses, strict=True):
+        differences.append(loss - reference_loss)
+    are_applied: list[bool] = []  # in both runs
+    for record, reference_record in zip(common, reference_records, strict=True):
+        are_applied.append(record["outcome"] == reference_record["outcome"] == "applied")
     means = newest_means(differences, are_applied)
-    series = [*_series(positions(common, x_axis), differences, means, "main")]
-    skipped = Crosses(skipped_positions(common, x_axis), label="")
+    x_values = positions(common, x_axis)
+    series = [*_series(x_values, differences, means, "main")]
+    skipped = skipped_positions(common, x_axis)
+    crosses = Crosses(skipped, label="")
     final = f"{means[-1]:+.4f}" if any(are_applied) else "no common step"
-    return Chart(f"{curve.name}  {final}", series, [skipped], levels=[Level(0.0)])
+    title = f"{curve.name}  {final}"
+    return Chart(title, series, [crosses], levels=[Level(0.0)])
 
 
 def _series(

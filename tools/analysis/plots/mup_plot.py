@@ -18,12 +18,13 @@ LEAST_SPAN = 3.0
 
 
 def draw(certificate: Mapping[str, Any], path: Path) -> None:
-    """Write the picture of a certificate. Raises UserError without matplotlib."""
+    """Write the picture of a certificate. Raises UserError for PNG without matplotlib."""
     activations = certificate["rows"]
+    widths = certificate["widths"]
     # all charts have one span, so that their slopes can be compared
     spans = [_span(activation) for activation in activations]
     span = max([LEAST_SPAN, *spans])
-    charts = [_chart(activation, certificate["widths"], span) for activation in activations]
+    charts = [_chart(activation, widths, span) for activation in activations]
     rows = list[ChartRow]()
     for start in range(0, len(charts), COLUMNS):
         beside_each_other = charts[start : start + COLUMNS]
@@ -44,6 +45,7 @@ def _logarithms(row: Mapping[str, Any]) -> list[float]:
 
 
 def _has_logarithm(size: float) -> bool:
+    """Return True of a change that can be drawn: of one that is finite and not zero."""
     return math.isfinite(size) and size > 0
 
 
@@ -56,16 +58,18 @@ def _span(row: Mapping[str, Any]) -> float:
 def _range(row: Mapping[str, Any]) -> tuple[float, float]:
     """Return the logarithms of the smallest and the largest change of a row; 0 and 0 if none has
     one."""
-    return finite_range(_logarithms(row)) or (0.0, 0.0)
+    logarithms = _logarithms(row)
+    return finite_range(logarithms) or (0.0, 0.0)
 
 
 def _chart(row: Mapping[str, Any], widths: Sequence[int], span: float) -> Chart:
     """Return the chart of one activation. span: of the y axis, in powers of 2."""
     x = [math.log2(width) for width in widths]
-    steps = len(row["changes"])
+    changes = row["changes"]  # by step, the change at each width
     series: list[Series] = []
-    for step, sizes in enumerate(row["changes"]):
-        color_index = len(COLORS) - steps + step  # so that the last step has the last colour
+    for step, sizes in enumerate(changes):
+        # so that the last step has the last colour
+        color_index = len(COLORS) - len(changes) + step
         color = COLORS[color_index % len(COLORS)]
         y = [_or_gap(size) for size in sizes]
         series.append(Series("", x, y, color, marker="dot"))
@@ -74,13 +78,15 @@ def _chart(row: Mapping[str, Any], widths: Sequence[int], span: float) -> Chart:
     lowest, highest = _range(row)
     middle = (lowest + highest) / 2
     half_axis = 0.55 * span  # with a margin
-    width_of_tick = zip(x, map(str, widths), strict=True)
+    width_names = map(str, widths)
+    width_of_tick = zip(x, width_names, strict=True)
+    x_margin = 0.2  # powers of two
     return Chart(
         row["activation"],
         series,
         right_title=slope_text + row["verdict"],
         base=2,
-        x_range=(min(x) - 0.2, max(x) + 0.2),
+        x_range=(min(x) - x_margin, max(x) + x_margin),
         y_range=(middle - half_axis, middle + half_axis),
         tick_notes=dict(width_of_tick),
     )

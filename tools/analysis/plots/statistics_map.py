@@ -30,7 +30,13 @@ SCALE_WIDTH = 96.0
 SCALE_STEPS = 24
 GAP = 24.0
 # from the smallest number to the largest one
-COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+COLORS = (
+    (68, 1, 84),
+    (59, 82, 139),
+    (33, 145, 140),
+    (94, 201, 98),
+    (253, 231, 37),
+)
 Record = Mapping[str, Any]
 Cells = dict[tuple[str, int], float]  # by row and step
 
@@ -54,20 +60,25 @@ class _Scale:
 
     def color(self, number: float) -> str:
         """Return the colour of a number, "#rrggbb": mixed of the two of COLORS it lies between."""
-        extent = math.log(self.high / self.low) or 1.0
-        position = math.log(number / self.low) / extent * (len(COLORS) - 1)
-        lower = max(0, min(int(position), len(COLORS) - 2))
+        extent = math.log(self.high / self.low) or 1.0  # one number alone has the first colour
+        last = len(COLORS) - 1
+        position = math.log(number / self.low) / extent * last
+        # numbers beyond the scale have the colour of its end
+        lower = max(0, min(int(position), last - 1))
         share_of_upper = min(1.0, max(0.0, position - lower))
-        mixed = [
-            round(first + share_of_upper * (second - first))
-            for first, second in zip(COLORS[lower], COLORS[lower + 1], strict=True)
-        ]
-        return "#" + "".join(f"{channel:02x}" for channel in mixed)
+        lower_color = COLORS[lower]
+        upper_color = COLORS[lower + 1]
+        digits: list[str] = []
+        for lower_channel, upper_channel in zip(lower_color, upper_color, strict=True):
+            mixed = round(lower_channel + share_of_upper * (upper_channel - lower_channel))
+            digits.append(f"{mixed:02x}")
+        return "#" + "".join(digits)
 
 
 def maps_of(records: Sequence[Record]) -> list[StatisticsMap]:
     """Return the maps of the statistics of a run; those without a number are left out."""
-    shown = _spaced(records)
+    shown_records = _spaced(records)
+    # each returns the number of each row in a record
     makers = {
         "output of a layer, root mean square": _outputs,
         "gradient, root mean square of the largest tensor": _gradients,
@@ -77,13 +88,17 @@ def maps_of(records: Sequence[Record]) -> list[StatisticsMap]:
     maps: list[StatisticsMap] = []
     for title, make_rows in makers.items():
         cells: Cells = {}
-        for record in shown:
-            for row, number in make_rows(record).items():
+        for record in shown_records:
+            step = record["step"]
+            number_of_row = make_rows(record)
+            for row, number in number_of_row.items():
+                # others have no logarithm
                 if math.isfinite(number) and number > 0:
-                    cells[row, record["step"]] = number
+                    cells[row, step] = number
         if cells:
-            rows = sorted({row for row, _ in cells}, key=_place)
-            steps = [record["step"] for record in shown]
+            known_rows = {row for row, _ in cells}
+            rows = sorted(known_rows, key=_place)
+            steps = [record["step"] for record in shown_records]
             maps.append(StatisticsMap(title, rows, steps, cells))
     return maps
 
@@ -93,7 +108,8 @@ def _spaced(records: Sequence[Record]) -> list[Record]:
     if len(records) <= MOST_COLUMNS:
         return list(records)
     last = len(records) - 1
-    return [records[n * last // (MOST_COLUMNS - 1)] for n in range(MOST_COLUMNS)]
+    intervals = MOST_COLUMNS - 1
+    return [records[column * last // intervals] for column in range(MOST_COLUMNS)]
 
 
 def row_of(name: str) -> str:
@@ -108,37 +124,47 @@ def row_of(name: str) -> str:
 
 
 def _place(row: str) -> tuple[int, int, str]:
-    """Return the place of a row from the top: in the order of computation."""
+    """Return a key that sorts rows from the top: in the order of computation, and layers by
+    number."""
     kind, _, number = row.partition(" ")
     order = ("embedding", "positions", "layer", "final", "head", "mtp")
-    rank = order.index(kind) if kind in order else len(order)
-    return rank, int(number) if number.isdigit() else 0, row
+    place_of_kind = order.index(kind) if kind in order else len(order)
+    place_within_kind = int(number) if number.isdigit() else 0
+    return place_of_kind, place_within_kind, row
 
 
 def _by_row(values: Mapping[str, float]) -> dict[str, list[float]]:
-    grouped: dict[str, list[float]] = {}
+    """Return the numbers of tensors by the row that they are in."""
+    values_of_row: dict[str, list[float]] = {}
     for name, value in values.items():
-        grouped.setdefault(row_of(name), []).append(value)
-    return grouped
+        row_values = values_of_row.setdefault(row_of(name), [])
+        row_values.append(value)
+    return values_of_row
 
 
 def _outputs(record: Record) -> dict[str, float]:
-    return {row_of(name): size for name, size in measure_of(record, OUTPUTS, "rms").items()}
+    """Return the root mean square of the output of each row."""
+    sizes = measure_of(record, OUTPUTS, "rms")
+    return {row_of(name): size for name, size in sizes.items()}
 
 
 def _gradients(record: Record) -> dict[str, float]:
-    grouped = _by_row(measure_of(record, "gradients", "rms"))
-    return {row: max(values) for row, values in grouped.items()}
+    """Return the largest root mean square of a tensor's gradient in each row."""
+    sizes = measure_of(record, "gradients", "rms")
+    return {row: max(values) for row, values in _by_row(sizes).items()}
 
 
 def _kurtosis(record: Record) -> dict[str, float]:
-    grouped = _by_row(measure_of(record, "weights", "kurtosis"))
-    return {row: max(values) for row, values in grouped.items()}
+    """Return the largest kurtosis of a weight in each row."""
+    kurtosis_of_weight = measure_of(record, "weights", "kurtosis")
+    return {row: max(values) for row, values in _by_row(kurtosis_of_weight).items()}
 
 
 def _relative_updates(record: Record) -> dict[str, float]:
+    """Return the median, over the tensors of each row, of an update's size over its weight's."""
     weights = measure_of(record, "weights", "rms")
     updates = measure_of(record, "updates", "rms")
+    # a weight of zeros has no ratio
     ratios = {name: updates[name] / weights[name] for name in updates if weights.get(name)}
     return {row: median(values) for row, values in _by_row(ratios).items()}
 
@@ -146,7 +172,8 @@ def _relative_updates(record: Record) -> dict[str, float]:
 def draw_map(statistics_map: StatisticsMap, scale: tuple[float, float] | None = None) -> Drawing:
     """Return the drawing of a map. scale: the numbers of the first and the last colour, in place of
     the map's own smallest and largest ones."""
-    drawing = Drawing(NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH, TITLE_HEIGHT)
+    width = NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH
+    drawing = Drawing(width, TITLE_HEIGHT)
     drawing.height += _add_map(drawing.shapes, statistics_map, scale, left=0.0, top=0.0)
     return drawing
 
@@ -156,7 +183,8 @@ def draw_maps(maps_by_run: Mapping[str, Sequence[StatisticsMap]], path: Path) ->
     the same numbers along a row. Raises UserError for PNG without matplotlib."""
     titles: dict[str, None] = {}  # in order, each once
     for maps in maps_by_run.values():
-        titles |= dict.fromkeys(shown.title for shown in maps)
+        titles_of_run = [shown.title for shown in maps]
+        titles |= dict.fromkeys(titles_of_run)
     column_width = NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH + GAP
     drawing = Drawing(column_width * len(maps_by_run), TITLE_HEIGHT)
     for number, name in enumerate(maps_by_run):
@@ -173,7 +201,9 @@ def draw_maps(maps_by_run: Mapping[str, Sequence[StatisticsMap]], path: Path) ->
         scale = _common_scale([*map_of_column.values()])
         heights: list[float] = []
         for column, shown in map_of_column.items():
-            heights.append(_add_map(drawing.shapes, shown, scale, column * column_width, top))
+            left = column * column_width
+            height = _add_map(drawing.shapes, shown, scale, left, top)
+            heights.append(height)
         top += TITLE_HEIGHT + max(heights) + GAP
     drawing.height = top
     drawing.save(path)
@@ -181,7 +211,8 @@ def draw_maps(maps_by_run: Mapping[str, Sequence[StatisticsMap]], path: Path) ->
 
 def _common_scale(maps: Sequence[StatisticsMap]) -> tuple[float, float]:
     """Return the smallest and the largest number of several maps."""
-    numbers = [*chain.from_iterable(shown.cells.values() for shown in maps)]
+    numbers_by_map = [shown.cells.values() for shown in maps]
+    numbers = [*chain.from_iterable(numbers_by_map)]
     return min(numbers), max(numbers)
 
 
@@ -195,8 +226,9 @@ def _add_map(
     """Add a map with its title, names, steps and colours; return its height below the title."""
     lowest, highest = scale or _common_scale([shown])
     colors = _Scale(lowest, highest)
-    least, most = ROW_HEIGHTS
-    row_height = min(most, max(least, MAP_HEIGHT / len(shown.rows)))
+    lowest_row, highest_row = ROW_HEIGHTS
+    shared_height = MAP_HEIGHT / len(shown.rows)
+    row_height = min(highest_row, max(lowest_row, shared_height))
     column_width = MAP_WIDTH / len(shown.steps)
     map_left = left + NAMES_WIDTH
     map_top = top + TITLE_HEIGHT
@@ -213,32 +245,44 @@ def _add_map(
             if number is None:
                 continue
             x = map_left + column * column_width
+            color = colors.color(number)
             tip = f"{row}, step {step:,}: {number:.4g}"
-            shapes.append(Rect(x, y, column_width, row_height, colors.color(number), tip=tip))
+            shapes.append(Rect(x, y, column_width, row_height, color, tip=tip))
     height = len(shown.rows) * row_height
     _add_steps(shapes, shown.steps, map_left, map_top + height)
     # a map of few rows is lower than the two labels of its scale
     scale_height = max(height, 60.0)
-    _add_scale(shapes, colors, map_left + MAP_WIDTH + 10, map_top, scale_height)
+    scale_left = map_left + MAP_WIDTH + 10
+    _add_scale(shapes, colors, scale_left, map_top, scale_height)
     return scale_height + AXIS_HEIGHT
 
 
 def _add_steps(shapes: list[Shape], steps: Sequence[int], left: float, top: float) -> None:
     """Add the first and the last step below a map."""
     baseline = top + 14.0
-    shapes.append(Text(left, baseline, f"step {steps[0]:,}", LABEL_SIZE, "faint"))
+    first_label = f"step {steps[0]:,}"
+    shapes.append(Text(left, baseline, first_label, LABEL_SIZE, "faint"))
     if len(steps) > 1:
+        last_label = f"{steps[-1]:,}"
         right = left + MAP_WIDTH
-        shapes.append(Text(right, baseline, f"{steps[-1]:,}", LABEL_SIZE, "faint", "end"))
+        shapes.append(Text(right, baseline, last_label, LABEL_SIZE, "faint", "end"))
 
 
 def _add_scale(shapes: list[Shape], colors: _Scale, left: float, top: float, height: float) -> None:
     """Add the colours beside a map, the largest number on top."""
-    part = height / SCALE_STEPS
+    step_height = height / SCALE_STEPS
     ratio = colors.high / colors.low
     for number in range(SCALE_STEPS):
-        value = colors.low * ratio ** (1 - (number + 0.5) / SCALE_STEPS)
-        shapes.append(Rect(left, top + number * part, 10.0, part + 0.5, colors.color(value)))
-    shapes.append(Text(left + 14, top + LABEL_SIZE, f"{colors.high:.3g}", LABEL_SIZE, "faint"))
+        # the number in the middle of this step of the scale
+        share_from_top = (number + 0.5) / SCALE_STEPS
+        value = colors.low * ratio ** (1 - share_from_top)
+        y = top + number * step_height
+        color = colors.color(value)
+        # half a pixel higher: no white line shows between two steps
+        shapes.append(Rect(left, y, 10.0, step_height + 0.5, color))
+    label_left = left + 14
+    highest = f"{colors.high:.3g}"
+    shapes.append(Text(label_left, top + LABEL_SIZE, highest, LABEL_SIZE, "faint"))
     if ratio > 1:
-        shapes.append(Text(left + 14, top + height, f"{colors.low:.3g}", LABEL_SIZE, "faint"))
+        lowest = f"{colors.low:.3g}"
+        shapes.append(Text(label_left, top + height, lowest, LABEL_SIZE, "faint"))

@@ -81,9 +81,12 @@ class Panel:
         taken by kind, and the smallest counts."""
         durations: dict[Op, list[float]] = {}
         for span in self.computed:
-            if span.instruction.op in COMPUTATIONS and span.end > span.start:
-                durations.setdefault(span.instruction.op, []).append(span.end - span.start)
-        return min(map(median, durations.values()), default=self.length)
+            op = span.instruction.op
+            if op in COMPUTATIONS and span.end > span.start:
+                durations_of_op = durations.setdefault(op, [])
+                durations_of_op.append(span.end - span.start)
+        medians = map(median, durations.values())
+        return min(medians, default=self.length)
 
     @cached_property
     def computed(self) -> list[Span]:
@@ -113,6 +116,7 @@ class Panel:
 
 
 def _last_end(spans: Sequence[Span], default: float) -> float:
+    """Return the time at which the last span ends; `default` without spans."""
     return max((span.end for span in spans), default=default)
 
 
@@ -126,10 +130,12 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
         right_ends += _column_ends(panel)
     width = max(right_ends) + MARGIN
     drawing = Drawing(width, height=0)
-    drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
+    heading = Text(MARGIN, 38, title, 20, INK, bold=True)
+    drawing.shapes.append(heading)
     top_edge = 60.0
     for line in lines:
-        drawing.shapes.append(Text(MARGIN, top_edge, line, 13, FAINT))
+        text = Text(MARGIN, top_edge, line, 13, FAINT)
+        drawing.shapes.append(text)
         top_edge += 19
     drawing.shapes += _legend(panels, top_edge + 4)
     top_edge += 34
@@ -144,6 +150,7 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
 
 
 def _shown_time(panel: Panel) -> float:
+    """Return how long the part of a panel is that is drawn, in its unit of time."""
     begin, end = panel.window
     return end - begin
 
@@ -158,10 +165,15 @@ def _cut_where_narrow(panels: Sequence[Panel]) -> list[Panel]:
         return list(panels)
     for panel in panels:
         length = panel.length
-        beginning = f"{panel.title}, the first {part:.4g} of {length:.4g} {panel.unit}"
-        cut.append(replace(panel, title=beginning, shown=(0.0, min(part, length)), marks={}))
-        end = f"{panel.title}, the last {part:.4g} of {length:.4g} {panel.unit}"
-        cut.append(replace(panel, title=end, shown=(max(0.0, length - part), length), facts={}))
+        of_length = f"{part:.4g} of {length:.4g} {panel.unit}"
+        first_part = (0.0, min(part, length))
+        title = f"{panel.title}, the first {of_length}"
+        # marks stand at the end of a row, facts beside its beginning
+        beginning = replace(panel, title=title, shown=first_part, marks={})
+        last_part = (max(0.0, length - part), length)
+        title = f"{panel.title}, the last {of_length}"
+        end = replace(panel, title=title, shown=last_part, facts={})
+        cut += [beginning, end]
     return cut
 
 
@@ -170,8 +182,9 @@ def _column_ends(panel: Panel) -> list[float]:
     ends: list[float] = []
     text_width = 0.0
     for heading, texts in panel.facts.items():
-        longest = max(map(len, (heading, *texts)))
-        text_width += max(COLUMN, GAP + LETTER * longest)
+        lengths = map(len, (heading, *texts))
+        needed_width = GAP + LETTER * max(lengths)
+        text_width += max(COLUMN, needed_width)
         ends.append(LEFT + TRACK + text_width)
     return ends
 
@@ -185,7 +198,8 @@ def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
             if span.end > span.start:
                 present.add(span.instruction.op)
         for rank in range(panel.ranks):
-            stages = _stages_of(panel.of_rank(rank))
+            spans = panel.of_rank(rank)
+            stages = _stages_of(spans)
             if len(stages) > 1:
                 has_chunks = True
     entries = [look for op, look in LOOKS.items() if op in present]
@@ -203,13 +217,16 @@ def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
 
 def _stages_of(spans: Sequence[Span]) -> list[int]:
     """Return the stages that a rank computes, the first one first."""
-    return sorted({span.instruction.stage for span in spans})
+    stages = {span.instruction.stage for span in spans}
+    return sorted(stages)
 
 
 def _x_of(panel: Panel, time: float, pixels_per_unit: float) -> float:
     """Return the x of a time, or of the nearest one that is shown; all panels begin at `LEFT`."""
     begin, end = panel.window
-    since_begin = min(max(time - panel.start, begin), end) - begin
+    since_start = time - panel.start
+    nearest_shown = min(max(since_start, begin), end)
+    since_begin = nearest_shown - begin
     return LEFT + since_begin * pixels_per_unit
 
 
@@ -262,7 +279,8 @@ def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Ite
     for span in spans:
         chunk = stages.index(span.instruction.stage)
         block_left = _x_of(panel, span.start, pixels_per_unit)
-        width = _x_of(panel, span.end, pixels_per_unit) - block_left
+        block_right = _x_of(panel, span.end, pixels_per_unit)
+        width = block_right - block_left
         yield from _block(span, chunk, block_left, row_top, width)
     strip_bottom = row_top + ROW + STRIP + 1.5
     yield from _held_columns(panel, spans, strip_bottom, pixels_per_unit)
@@ -344,8 +362,9 @@ def _held_columns(
             continue
         height = num_held * height_of_one
         left = _x_of(panel, start, pixels_per_unit)
-        width = _x_of(panel, end, pixels_per_unit) - left
-        if width <= 0:
+        right = _x_of(panel, end, pixels_per_unit)
+        width = right - left
+        if width <= 0:  # outside of the part that is shown
             continue
         yield Rect(
             left,
@@ -377,8 +396,11 @@ def _held_activations(spans: Sequence[Span]) -> list[tuple[float, int]]:
 
 def _lighten(fill_color: str, share: float) -> str:
     """Return "#rrggbb" mixed with this share of white."""
+    red = fill_color[1:3]
+    green = fill_color[3:5]
+    blue = fill_color[5:7]
     lightened = "#"
-    for digits in (fill_color[1:3], fill_color[3:5], fill_color[5:7]):
+    for digits in (red, green, blue):
         channel = int(digits, 16)
         mixed = channel + (255 - channel) * share
         lightened += f"{round(mixed):02x}"
@@ -392,11 +414,14 @@ def as_text(panel: Panel, width: int) -> str:
     shortest = total
     for span in panel.computed:
         if span.instruction.op in COMPUTATIONS:
-            shortest = min(shortest, span.end - span.start)
+            duration = span.end - span.start
+            shortest = min(shortest, duration)
     available = width - 9  # beside the name of the rank
     if available * panel.typical < total:
         return _as_cut_text(panel, available)
-    block_width = min(3, int(available * shortest / total))  # of the shortest computation
+    # of the shortest computation
+    fitting_width = int(available * shortest / total)
+    block_width = min(3, fitting_width)
     # one cell is too narrow for a name: the scale is then free, and the line is filled
     fits = block_width > 1
     columns = round(total / shortest * block_width) if fits else available
@@ -410,15 +435,16 @@ def as_text(panel: Panel, width: int) -> str:
 def _as_cut_text(panel: Panel, available: int) -> str:
     """Return the beginning and the end of the panel as lines, with a character for the time of a
     typical computation."""
-    columns = max(1, (available - len(CUT)) // 2)
+    half = (available - len(CUT)) // 2
+    columns = max(1, half)
     part = columns * panel.typical
+    last_part = (panel.length - part, panel.length)
     beginning = replace(panel, shown=(0.0, part))
-    end = replace(panel, shown=(panel.length - part, panel.length))
+    end = replace(panel, shown=last_part)
     lines: list[str] = []
     for rank in range(panel.ranks):
-        first, last = (
-            _row_text(shown, rank, columns, needs_gap=True) for shown in (beginning, end)
-        )
+        first = _row_text(beginning, rank, columns, needs_gap=True)
+        last = _row_text(end, rank, columns, needs_gap=True)
         lines.append(f"rank {rank:<3} {first}{CUT}{last}")
     return "\n".join(lines)
 
@@ -429,12 +455,19 @@ def _row_text(panel: Panel, rank: int, columns: int, needs_gap: bool) -> str:
     spans = panel.of_rank(rank)
     stages = _stages_of(spans)
     begin, _ = panel.window
-    cells_per_unit = columns / (_shown_time(panel) or 1.0)
+    shown_time = _shown_time(panel) or 1.0
+    cells_per_unit = columns / shown_time
+
+    def cell_of(time: float) -> int:
+        """Return the cell of a time, or of the nearest one that is shown."""
+        since_begin = time - panel.start - begin
+        cell = round(since_begin * cells_per_unit)
+        return min(max(0, cell), columns)
+
     for span in spans:
         # both ends are rounded, not the width: blocks then meet without gap or overlap
-        start = round((span.start - panel.start - begin) * cells_per_unit)
-        stop = round((span.end - panel.start - begin) * cells_per_unit)
-        start, stop = (min(max(0, cell), columns) for cell in (start, stop))
+        start = cell_of(span.start)
+        stop = cell_of(span.end)
         if start == stop:
             continue
         is_first_stage = span.instruction.stage == stages[0]
@@ -452,6 +485,9 @@ def _block_text(span: Span, width: int, is_first_stage: bool, needs_gap: bool) -
     operation = span.instruction.op
     letter = operation if is_first_stage else operation.lower()
     name = f"{letter}{span.instruction.microbatch}"
-    if len(name) + needs_gap <= width:
+    needed_width = len(name)
+    if needs_gap:
+        needed_width += 1
+    if needed_width <= width:
         return name.ljust(width)
     return letter * width

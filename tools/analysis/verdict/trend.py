@@ -99,7 +99,9 @@ def difference(earlier: Evaluation, later: Evaluation) -> LossDifference:
 
 def losses_of(evaluations: Sequence[Evaluation]) -> NDArray[np.float64]:
     """Return the mean losses of evaluations of one text, in nats a token: float64 [evaluations]."""
-    sums = np.stack([evaluation.losses for evaluation in evaluations]).sum(1)
+    losses_of_pieces = [evaluation.losses for evaluation in evaluations]
+    sums = np.stack(losses_of_pieces).sum(1)
+    # all evaluations are of the same tokens
     total_tokens = evaluations[0].tokens.sum()
     return sums / total_tokens
 
@@ -112,7 +114,8 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
     count = len(evaluations)
     if count < FEWEST:
         return Trend("not known", f"too few evaluations: {count}, of {FEWEST} at least")
-    pieces = len(evaluations[-1].tokens)
+    newest = evaluations[-1]
+    pieces = len(newest.tokens)
     if pieces < FEWEST_PIECES:
         return Trend("not known", f"too few samples: {pieces}, of {FEWEST_PIECES} at least")
     losses = losses_of(evaluations)
@@ -120,13 +123,15 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
     # The lowest is chosen for its luck, too, and is no evidence of a rise.
     losses_after = losses[lowest + 1 :]
     if len(losses_after) >= FEWEST and _falls_steadily(-losses_after):
-        rise = difference(evaluations[lowest], evaluations[-1])
+        lowest_evaluation = evaluations[lowest]
+        rise = difference(lowest_evaluation, newest)
         if rise.nats > rise.margin:
-            since = evaluations[lowest].step
+            since = lowest_evaluation.step
             return Trend("rises", f"by {rise} since step {since:,}, where it was lowest", since)
     trend = _judge_fall(_second_half(evaluations))
     highest_rate = float(np.max(rates))  # NaN if one of them is
-    if trend.kind != "still learning" or not rates[-1] <= ENDED_RATE * highest_rate:
+    rate_has_ended = rates[-1] <= ENDED_RATE * highest_rate  # False for NaN
+    if trend.kind != "still learning" or not rate_has_ended:
         return trend
     reason = f"{trend.reason}, where the learning rate came to its end: try a longer schedule"
     return Trend("fell with its rate", reason)
@@ -134,12 +139,14 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
 
 def _falls_steadily(losses: NDArray[np.float64]) -> bool:
     """Return True if losses fall more steadily than they would in a random order."""
-    return chance_of_order(_neighbours(losses, MOST).tolist()) <= CHANCE
+    values = _neighbours(losses, MOST).tolist()
+    return chance_of_order(values) <= CHANCE
 
 
 def _neighbours(losses: NDArray[np.float64], most: int) -> NDArray[np.float64]:
     """Return losses, or the means of so many groups of neighbours if there are more losses."""
-    groups = np.array_split(losses, min(most, len(losses)))
+    num_groups = min(most, len(losses))
+    groups = np.array_split(losses, num_groups)
     return np.array([group.mean() for group in groups])
 
 
@@ -178,7 +185,8 @@ def chance_of_order(values: Sequence[float]) -> float:
     """
     rising_pairs = 0
     for index, value in enumerate(values):
-        rising_pairs += sum(later >= value for later in values[index + 1 :])
+        later_values = values[index + 1 :]
+        rising_pairs += sum(later >= value for later in later_values)
     permutations = _permutations_by_inversions(len(values))
     as_steady = sum(permutations[: rising_pairs + 1])
     return as_steady / sum(permutations)
@@ -189,7 +197,8 @@ def _permutations_by_inversions(count: int) -> list[int]:
     # As coefficients of a polynomial: the nth element multiplies it by 1 + x + ... + x^(n-1).
     by_inversions = [1]
     for size in range(2, count + 1):
-        product = [0] * (len(by_inversions) + size - 1)
+        num_coefficients = len(by_inversions) + size - 1
+        product = [0] * num_coefficients
         for inversions, permutations in enumerate(by_inversions):
             for added_inversions in range(size):
                 product[inversions + added_inversions] += permutations
@@ -205,6 +214,7 @@ def _change_of_halves(window: Sequence[Evaluation]) -> LossDifference:
     count = len(window) // 2
     earlier = window[:count]
     later = window[-count:]
+    # the text's error: both means are of the same pieces of text
     change = difference(_mean_of(earlier), _mean_of(later))
     variance = _variance_of_mean(earlier) + _variance_of_mean(later)
     error = math.sqrt(change.error**2 + variance)
@@ -212,13 +222,15 @@ def _change_of_halves(window: Sequence[Evaluation]) -> LossDifference:
 
 
 def _mean_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the mean losses of each piece of the text."""
+    """Return the mean losses of each piece of the text as one evaluation, of no step."""
     losses = [evaluation.losses for evaluation in evaluations]
-    return Evaluation(0, np.mean(losses, 0), evaluations[0].tokens)
+    mean_losses = np.mean(losses, 0)
+    return Evaluation(0, mean_losses, evaluations[0].tokens)
 
 
 def _variance_of_mean(evaluations: Sequence[Evaluation]) -> float:
     """Return the variance of the mean loss that follows from the scatter of the losses."""
+    # each half has half of the groups of neighbours that a whole order has
     losses = _neighbours(losses_of(evaluations), MOST // 2)
     return float(losses.var(ddof=1)) / len(losses)
 
@@ -233,4 +245,5 @@ def _standard_error(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> f
     mean = sums.sum() / total_tokens
     residuals = sums - mean * tokens
     squares = float((residuals**2).sum())
-    return math.sqrt(squares * pieces / (pieces - 1)) / float(total_tokens)
+    error_of_sum = math.sqrt(squares * pieces / (pieces - 1))
+    return error_of_sum / float(total_tokens)

@@ -76,7 +76,8 @@ def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
         parts = [torch.empty(shapes[tensor_name], device="meta") for tensor_name in names]
         joined = rule.how.join(parts, sizes)
         shape = tuple(joined.shape)
-        expected.append(Match(rule.foreign, names, rule.how, rule.cut, shape))
+        match = Match(rule.foreign, names, rule.how, rule.cut, shape)
+        expected.append(match)
         covered += names
     # A tensor in two rows would be written twice, and one in none would be lost.
     uncovered = shapes.keys() ^ set(covered)
@@ -117,6 +118,7 @@ def _rules_in_order(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[N
 
 
 def _rules_of_layers(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
+    """Yield the rules of layers, layer by layer, with the numbers of layers and experts."""
     for layer in range(model.layers):
         layer_model = model.kind_of_layer(layer)
         for rule in _rules_for_layer(rules, layer_model):
@@ -125,16 +127,20 @@ def _rules_of_layers(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[
 
 def _rules_of_modules(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     """Yield the rules of modules, whose layers are of the kind of the model's last."""
-    layer_model = model.kind_of_layer(model.layers - 1)
+    last_layer = model.layers - 1
+    layer_model = model.kind_of_layer(last_layer)
+    rules_of_module = _rules_for_layer(rules, layer_model)
     for module in range(model.mtp_layers):
-        for rule in _rules_for_layer(rules, layer_model):
+        layer = model.layers + module
+        for rule in rules_of_module:
             numbered = _replace_in_names(rule, ".K.", f".{module}.")
-            yield from _insert_numbers(numbered, model.layers + module, model.experts)
+            yield from _insert_numbers(numbered, layer, model.experts)
 
 
 def has_module_rules(rules: Sequence[NameRule]) -> bool:
     """Return True if a table has rows for modules of multi-token prediction."""
-    logical_names = chain.from_iterable(rule.logical for rule in rules)
+    names_of_rules = [rule.logical for rule in rules]
+    logical_names = chain.from_iterable(names_of_rules)
     return any(name.startswith("mtp.K.") for name in logical_names)
 
 
@@ -144,8 +150,9 @@ def layers_of_modules(rules: Sequence[NameRule], layer: str, module: str) -> lis
     for rule in rules:
         if ".N." in rule.foreign:
             foreign = rule.foreign.replace(layer, module)
-            logical = tuple(name.replace("layers.N.", "mtp.K.") for name in rule.logical)
-            of_modules.append(replace(rule, foreign=foreign, logical=logical))
+            logical = [name.replace("layers.N.", "mtp.K.") for name in rule.logical]
+            of_module = replace(rule, foreign=foreign, logical=tuple(logical))
+            of_modules.append(of_module)
     return of_modules
 
 
@@ -162,8 +169,8 @@ def _rules_for_layer(rules: Sequence[NameRule], layer_model: ModelConfig) -> lis
 def _replace_in_names(rule: NameRule, placeholder: str, number: str) -> NameRule:
     """Return the rule with `number` for `placeholder` in its names."""
     foreign = rule.foreign.replace(placeholder, number)
-    logical = tuple(name.replace(placeholder, number) for name in rule.logical)
-    return replace(rule, foreign=foreign, logical=logical)
+    logical = [name.replace(placeholder, number) for name in rule.logical]
+    return replace(rule, foreign=foreign, logical=tuple(logical))
 
 
 def _insert_numbers(rule: NameRule, layer: int, experts: int) -> Iterator[NameRule]:
@@ -178,7 +185,8 @@ def _insert_numbers(rule: NameRule, layer: int, experts: int) -> Iterator[NameRu
         yield from of_experts
     else:
         # One foreign tensor has all experts, whose parts follow expert by expert.
-        logical_names = chain.from_iterable(numbered.logical for numbered in of_experts)
+        names_of_experts = [numbered.logical for numbered in of_experts]
+        logical_names = chain.from_iterable(names_of_experts)
         yield replace(rule, logical=tuple(logical_names))
 
 

@@ -64,7 +64,9 @@ def rows_of_blocks(cut: Cut, rows: int) -> list[int]:
 
 def count_ranks(ranks: Iterable[Iterable[int]]) -> Iterator[int]:
     """Yield how many ranks there are along each axis."""
-    for numbers in zip(*ranks, strict=True):
+    numbers_by_axis = zip(*ranks, strict=True)
+    for numbers in numbers_by_axis:
+        # ranks are counted from 0
         yield 1 + max(numbers)
 
 
@@ -73,11 +75,11 @@ def file_of_each_rank(folder: Path, ranks: Mapping[str, Rank]) -> dict[Rank, Pat
     rank."""
     files: dict[Rank, Path] = {}
     for file_name, rank in ranks.items():
+        file = folder / file_name
         if rank in files:
-            raise UserError.of(
-                "convert.rank_twice", path=folder / file_name, names=files[rank].name
-            )
-        files[rank] = folder / file_name
+            other_file = files[rank]
+            raise UserError.of("convert.rank_twice", path=file, names=other_file.name)
+        files[rank] = file
     return files
 
 
@@ -99,19 +101,22 @@ def collect_shards(
                 raise UserError.of("convert.tensor_scalar", path=checkpoint, name=tensor_name)
             part = part_of(tensor_name)
             counts[tensor_name] = part.count
-            shards_by_number = copies.setdefault(tensor_name, {})
-            shards_by_number.setdefault(part.number, []).append(stored)
+            copies_by_number = copies.setdefault(tensor_name, {})
+            copies_of_part = copies_by_number.setdefault(part.number, [])
+            copies_of_part.append(stored)
     # What some ranks have and others lack was lost with a file, or is of another model.
-    for tensor_name, shards_by_number in copies.items():
-        is_complete = sorted(shards_by_number) == [*range(counts[tensor_name])]
-        is_lone = list(shards_by_number) == [0] and tensor_name.endswith(tuple(lone))
+    lone_ends = tuple(lone)
+    for tensor_name, copies_by_number in copies.items():
+        all_numbers = [*range(counts[tensor_name])]
+        is_complete = sorted(copies_by_number) == all_numbers
+        is_lone = list(copies_by_number) == [0] and tensor_name.endswith(lone_ends)
         if not is_complete and not is_lone:
             raise UserError.of("convert.missing_on_ranks", path=checkpoint, name=tensor_name)
     shards: dict[str, Shards] = {}
-    for tensor_name, shards_by_number in copies.items():
+    for tensor_name, copies_by_number in copies.items():
         shards[tensor_name] = []
-        for number in sorted(shards_by_number):
-            shard = checked_copy(checkpoint, tensor_name, shards_by_number[number])
+        for number in sorted(copies_by_number):
+            shard = checked_copy(checkpoint, tensor_name, copies_by_number[number])
             shards[tensor_name].append(shard)
     return shards
 
@@ -127,7 +132,8 @@ def merge_shards(
     merged: dict[str, TensorSource] = {}
     for tensor_name, shards in shards_by_name.items():
         if tensor_name in matches:
-            merged[tensor_name] = _merge(checkpoint, matches[tensor_name], shards)
+            match = matches[tensor_name]
+            merged[tensor_name] = _merge(checkpoint, match, shards)
         else:
             merged[tensor_name] = shards[0]
     return merged
@@ -163,7 +169,8 @@ def join_shards(
     if cut == "whole" or len(shards) == 1:
         return checked_copy(checkpoint, tensor_name, shards)
     require_one_dtype(checkpoint, tensor_name, shards)
-    shape = _joined_shape(cut, [shard.shape for shard in shards])
+    shapes = [shard.shape for shard in shards]
+    shape = _joined_shape(cut, shapes)
     if shape is None:
         raise unlike_shapes(checkpoint, tensor_name, shards)
 
@@ -180,13 +187,15 @@ def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int]) -> Tenso
     # Allocated once; torch.cat would need all parts at the same time.
     joined = first.new_empty(shape)
     dim = 1 if cut == "columns" else 0
-    blocks = joined.split(rows_of_blocks(cut, len(joined)))
-    starts = [0] * len(blocks)
+    block_rows = rows_of_blocks(cut, len(joined))
+    blocks = joined.split(block_rows)  # views of it
+    starts = [0] * len(blocks)  # in each block, where the next part begins
     for part in chain((first,), parts):
-        in_blocks = part.split(rows_of_blocks(cut, len(part)))
-        for number, values in enumerate(in_blocks):
+        rows_in_blocks = rows_of_blocks(cut, len(part))
+        for number, values in enumerate(part.split(rows_in_blocks)):
             length = values.shape[dim]
-            blocks[number].narrow(dim, starts[number], length).copy_(values)
+            target = blocks[number].narrow(dim, starts[number], length)
+            target.copy_(values)
             starts[number] += length
     return joined
 
@@ -201,8 +210,11 @@ def _joined_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...
     before = first[:dim]
     after = first[dim + 1 :]
     for shape in shapes:
-        # All sizes but that of the cut dimension are the same, and blocks are cut evenly.
-        if len(shape) != len(first) or sum(rows_of_blocks(cut, shape[0])) != shape[0]:
+        # Blocks are cut evenly, and all sizes but that of the cut dimension are the same.
+        if len(shape) != len(first):
+            return None
+        rows = shape[0]
+        if sum(rows_of_blocks(cut, rows)) != rows:
             return None
         if shape[:dim] != before or shape[dim + 1 :] != after:
             return None
@@ -264,20 +276,21 @@ def number_over_stages(
     # Every stage counts its layers from 0.
     layers_before = 0
     for stage in stages:
-        local_numbers = set()
+        local_numbers = set()  # of the layers of this stage
         for tensor_name, parts in stage.items():
             global_name = tensor_name
             if match := layer.match(tensor_name):
                 prefix, number, suffix = match.groups()
                 local_numbers.add(number)
-                global_name = f"{prefix}{int(number) + layers_before}{suffix}"
+                global_number = int(number) + layers_before
+                global_name = f"{prefix}{global_number}{suffix}"
             if global_name in merged and global_name not in repeated:
                 raise UserError.of("convert.layer_twice", path=checkpoint, global_name=global_name)
             # The embedding beside modules of multi-token prediction is on the first stage and the
             # last.
             if global_name in merged:
-                copies = zip(merged[global_name], parts, strict=True)
-                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in copies]
+                pairs = zip(merged[global_name], parts, strict=True)
+                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in pairs]
             merged[global_name] = parts
         layers_before += len(local_numbers)
     return merged
@@ -322,17 +335,19 @@ def notes_on_copies(
     """
     first_files: dict[Any, Path] = {}
     for chunks in tensors.values():
-        identities = []
+        identities = []  # of all tensors of the rank
         files = []
         for number, chunk in enumerate(chunks):
             for tensor_name, stored in chunk.items():
-                identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
+                identity = (number, tensor_name, stored.shape, stored.dtype, stored.crc)
+                identities.append(identity)
                 files.append(stored.file)
         # Without a checksum of every tensor nothing can be said.
         if not identities or any(crc is None for *_, crc in identities):
             continue
         file = files[0]
-        first_file = first_files.setdefault(frozenset(identities), file)
+        contents = frozenset(identities)
+        first_file = first_files.setdefault(contents, file)
         if first_file != file:
             yield (
                 f"{checkpoint}: {file} and {first_file} hold the same numbers throughout: "

@@ -66,10 +66,12 @@ class Transform:
 
 
 def _join_stacked(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    """Return the rows of all parts, one part after the other."""
     return torch.cat(list(parts))
 
 
 def _split_packed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    """Return query, key and value, which lie one after the other."""
     query_rows = head_sizes.query * head_sizes.dim
     kv_rows = head_sizes.kv * head_sizes.dim
     return joined.split([query_rows, kv_rows, kv_rows])
@@ -105,7 +107,8 @@ def _split_grouped_gated(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     # Of a group: all its queries, the gates of their outputs, and one head of keys and values each.
     queries_of_group = head_sizes.query // head_sizes.kv
     head_rows = head_sizes.dim
-    rows = [queries_of_group * head_rows] * 2 + [head_rows, head_rows]
+    query_rows = queries_of_group * head_rows
+    rows = [query_rows, query_rows, head_rows, head_rows]
     return _split_per_head(joined, head_sizes.kv, rows)
 
 
@@ -249,23 +252,33 @@ def _split_delta_gates(joined: Tensor, head_sizes: HeadSizes) -> Parts:
 def _split_stacked_delta_net(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     sizes = head_sizes.delta
     # Queries, keys, values and their gate, then two numbers of each head of values.
-    rows = [sizes.key_width] * 2 + [sizes.value_width] * 2 + [sizes.value_heads] * 2
+    rows = [
+        sizes.key_width,
+        sizes.key_width,
+        sizes.value_width,
+        sizes.value_width,
+        sizes.value_heads,
+        sizes.value_heads,
+    ]
     return joined.split(rows)
 
 
 def _join_convolutions(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     """Return the [features, kernel] of all parts as [all features, 1, kernel]."""
-    return torch.cat(list(parts)).unsqueeze(1)
+    joined = torch.cat(list(parts))
+    return joined.unsqueeze(1)
 
 
 def _split_delta_rows(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     sizes = head_sizes.delta
     # All queries, all keys, and all values.
-    return joined.split([sizes.key_width, sizes.key_width, sizes.value_width])
+    rows = [sizes.key_width, sizes.key_width, sizes.value_width]
+    return joined.split(rows)
 
 
 def _split_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
-    return _split_delta_rows(joined.squeeze(1), head_sizes)
+    without_channel = joined.squeeze(1)
+    return _split_delta_rows(without_channel, head_sizes)
 
 
 def _split_mamba(joined: Tensor, head_sizes: HeadSizes) -> Parts:
@@ -277,15 +290,21 @@ def _split_mamba(joined: Tensor, head_sizes: HeadSizes) -> Parts:
 
 def _split_mamba_biases(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     sizes = head_sizes.mamba
-    return joined.split([sizes.width, sizes.key_width, sizes.key_width])
+    # Of values, keys and queries: the gate and the time steps are not convolved.
+    rows = [sizes.width, sizes.key_width, sizes.key_width]
+    return joined.split(rows)
 
 
 def _split_mamba_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
-    return _split_mamba_biases(joined.squeeze(1), head_sizes)
+    without_channel = joined.squeeze(1)
+    return _split_mamba_biases(without_channel, head_sizes)
 
 
 def _join_experts_transposed(parts: Parts, head_sizes: HeadSizes) -> Tensor:
-    return torch.stack([part.t() for part in parts])
+    """Return one matrix of all experts, each transposed, as [experts, features in, features
+    out]."""
+    transposed = [part.t() for part in parts]
+    return torch.stack(transposed)
 
 
 def _split_experts_transposed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
@@ -295,8 +314,10 @@ def _split_experts_transposed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
 def _join_experts_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     """Return experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
     without h."""
+    gates = parts[::2]
+    ups = parts[1::2]
     experts = []
-    for gate, up in zip(parts[::2], parts[1::2], strict=True):
+    for gate, up in zip(gates, ups, strict=True):
         pairs = torch.stack((gate, up), 1)
         gate_up = pairs.flatten(0, 1)
         experts.append(gate_up.t())
@@ -308,15 +329,20 @@ def _split_experts_interleaved(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     parts: list[Tensor] = []
     for expert in joined:
         gate_up = expert.t()
-        parts += [gate_up[::2], gate_up[1::2]]
+        gate = gate_up[::2]
+        up = gate_up[1::2]
+        parts += [gate, up]
     return parts
 
 
 def _join_experts_gate_up(parts: Parts, head_sizes: HeadSizes) -> Tensor:
-    """Stack experts' gates and ups [ffn, h], a gate above its up, as [experts, 2 ffn, h]."""
+    """Return experts' gates and ups [ffn, h], a gate above its up, as [experts, 2 ffn, h]."""
+    gates = parts[::2]
+    ups = parts[1::2]
     experts = []
-    for gate, up in zip(parts[::2], parts[1::2], strict=True):
-        experts.append(torch.cat((gate, up)))
+    for gate, up in zip(gates, ups, strict=True):
+        gate_up = torch.cat((gate, up))
+        experts.append(gate_up)
     return torch.stack(experts)
 
 

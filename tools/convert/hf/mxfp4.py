@@ -51,10 +51,11 @@ class Quantized:
         number."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         for number, expert in enumerate(tensor):
-            blocks = self.blocks.rows(number, number + 1)[0]
-            scales = self.scales.rows(number, number + 1)[0]
+            (blocks,) = self.blocks.rows(number, number + 1)
+            (scales,) = self.scales.rows(number, number + 1)
             # Blocks run along the features in, which are the rows of the published tensor.
-            expert.copy_(dequantized(blocks, scales).t())
+            values = dequantized(blocks, scales)
+            expert.copy_(values.t())
             if not expert.isfinite().all():
                 raise UserError.of("convert.mxfp4_scales", file=self.blocks.file, number=number)
         return tensor
@@ -65,11 +66,15 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     groups]."""
     values = torch.tensor(VALUES)
     # The first of two numbers is in the lower half of a byte.
-    lower = values[(blocks & 15).long()]
-    upper = values[(blocks >> 4).long()]
-    numbers = torch.stack((lower, upper), -1).flatten(-2)
+    lower_bits = blocks & 15
+    upper_bits = blocks >> 4
+    lower = values[lower_bits.long()]
+    upper = values[upper_bits.long()]
+    pairs = torch.stack((lower, upper), -1)
+    numbers = pairs.flatten(-2)  # [..., groups, 32]
     exponents = scales.int().unsqueeze(-1) - SCALE_BIAS
-    return torch.ldexp(numbers, exponents).flatten(-2)
+    scaled = torch.ldexp(numbers, exponents)
+    return scaled.flatten(-2)
 
 
 def require_known(quantization: Any) -> None:
@@ -78,8 +83,9 @@ def require_known(quantization: Any) -> None:
         return
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
         raise UserError.of("convert.mxfp4_method", value=short(quantization))
-    if unknown := sorted(set(quantization) - set(_KNOWN)):
-        raise UserError.of("convert.mxfp4_config_key", unknown=", ".join(unknown))
+    unknown = set(quantization) - set(_KNOWN)
+    if unknown:
+        raise UserError.of("convert.mxfp4_config_key", unknown=", ".join(sorted(unknown)))
 
 
 def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object) -> dict[str, Any]:
@@ -118,7 +124,10 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
 def _require_blocks_of_scales(halves: Sequence[str], path: object) -> None:
     """Raise UserError for scales without blocks."""
     for half in halves:
-        if half.endswith(_SCALES) and half.removesuffix(_SCALES) + _BLOCKS not in halves:
+        if not half.endswith(_SCALES):
+            continue
+        blocks = half.removesuffix(_SCALES) + _BLOCKS
+        if blocks not in halves:
             raise UserError.of("convert.mxfp4_blocks_missing", path=path, half=half)
 
 

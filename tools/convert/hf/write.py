@@ -35,8 +35,10 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     """
     # At once, and not after hours of writing weights.
     require_writable(source.tokenizer)
-    rules = HUGGING_FACE[model_type_of(source.model)]
+    model_type = model_type_of(source.model)
+    rules = HUGGING_FACE[model_type]
     left_out = left_out_of(source.model)
+    # a format without a place for modules of multi-token prediction
     if not has_module_rules(rules):
         source = source.without_mtp
     writer = _Writer(source, rules, dtype, shard_bytes)
@@ -56,7 +58,8 @@ def left_out_of(model: ModelConfig) -> tuple[str, ...]:
     """Return what a Hugging Face folder leaves out of a model, in words. Raises UserError if no
     such folder computes what the model does."""
     modules: tuple[str, ...] = ()
-    if not has_module_rules(HUGGING_FACE[model_type_of(model)]):
+    rules = HUGGING_FACE[model_type_of(model)]
+    if not has_module_rules(rules):
         modules = _left_out_modules(model)
         model = model.without_mtp
     return (*omitted_settings(model), *modules)
@@ -71,13 +74,15 @@ class _Writer:
         self.source = source
         self.matches = matches(rules, source.model)
         # numbers beside the weights, by their match
-        self.constants = dict(constants(source.model, model_type_of(source.model)))
+        model_type = model_type_of(source.model)
+        self.constants = dict(constants(source.model, model_type))
         # Modules of multi-token prediction have copies of embedding and head of their own.
         self.copies = [*module_copies(source.model), *self.constants]
-        self.dtype_of = {
-            match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
-            for match in (*self.matches, *self.copies)
-        }
+        self.dtype_of: dict[Match, torch.dtype] = {}
+        for match in (*self.matches, *self.copies):
+            # logical tensors that are joined to one have the same dtype
+            first_logical = match.logical[0]
+            self.dtype_of[match] = source.dtype_in(f"weight/{first_logical}", dtype)
         # As transformers splits: in the order of the modules, no file above the limit.
         self.shards = _shards(self.dtype_of, shard_bytes)
         self.size = sum(_nbytes(match, dtype) for match, dtype in self.dtype_of.items())
@@ -85,7 +90,8 @@ class _Writer:
         self.dtypes: dict[str, torch.dtype] = {}
         for match in self.matches:
             for tensor_name in match.logical:
-                self.dtypes[f"weight/{tensor_name}"] = self.dtype_of[match]
+                key = f"weight/{tensor_name}"
+                self.dtypes[key] = self.dtype_of[match]
 
     def reserve(self, folder: Path, write: bool) -> list[Write]:
         """Make the shards; return a write for each tensor, with a location for each copy of it."""
@@ -97,17 +103,21 @@ class _Writer:
                 dtype = self.dtype_of[match]
                 take = methodcaller("to", dtype)
                 if match in self.constants:
-                    take = bind(_constant, self.constants[match], dtype)
-                locations[match] = Location(file, starts[match.foreign], take)
+                    number = self.constants[match]
+                    take = bind(_constant, number, dtype)
+                start = starts[match.foreign]
+                locations[match] = Location(file, start, take)
         sizes = head_sizes(self.source.model)
         writes = []
         for match in self.matches:
             copies = [copy for copy in self.copies if copy.logical == match.logical]
+            keys = tuple(f"weight/{tensor_name}" for tensor_name in match.logical)
+            places = tuple(locations[copy] for copy in (match, *copies))
             tensor_write = Write(
                 match.foreign,
-                keys=tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
+                keys=keys,
                 join=bind(match.join, sizes),
-                locations=tuple(locations[copy] for copy in (match, *copies)),
+                locations=places,
                 # Piece by piece only into one place: `convert` reads a piece once.
                 straight=match.how is SAME and not copies,
             )
@@ -119,16 +129,17 @@ class _Writer:
         # That of the first: only corrections of routers may keep another.
         first_dtype = next(iter(self.dtype_of.values()))
         config = config_of(self.source.model, torch_name(first_dtype))
-        ids = special_ids_of(self.source)
-        _write_json(folder / CONFIG, config | ids)
-        write_generation(folder, self.source.facts.generation or ids)
+        special_ids = special_ids_of(self.source)
+        _write_json(folder / CONFIG, config | special_ids)
+        generation = self.source.facts.generation or special_ids
+        write_generation(folder, generation)
         if len(self.shards) > 1:
-            weight_map = {}
+            weight_map = {}  # the file of each tensor
             for file, shard in self.shards.items():
                 weight_map |= {match.foreign: file for match in shard}
             index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", index)
-        write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
+        write_tokenizer(self.source.tokenizer, folder, special_ids["bos_token_id"])
         write_card(folder, self.source, first_dtype)
 
 
@@ -138,24 +149,27 @@ def _constant(value: float, dtype: torch.dtype, beside: torch.Tensor) -> torch.T
 
 
 def _nbytes(match: Match, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor in a file."""
     return prod(match.shape) * dtype.itemsize
 
 
 def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
     """Return file name -> tensors. No file is larger than `shard_bytes`, unless a single tensor
     is."""
-    shards: list[list[Match]] = [[]]
+    shard: list[Match] = []
+    shards = [shard]
     free = shard_bytes
     for match, dtype in dtype_of.items():
         nbytes = _nbytes(match, dtype)
-        if shards[-1] and nbytes > free:
-            shards.append([])
+        if shard and nbytes > free:
+            shard = []
+            shards.append(shard)
             free = shard_bytes
-        shards[-1].append(match)
+        shard.append(match)
         free -= nbytes
     # One file needs no index.
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {"model.safetensors": shard}
     files = {}
     count = len(shards)
     for number, shard in enumerate(shards, 1):
@@ -185,7 +199,9 @@ def tokenizer_ids(source: Source) -> dict[str, int | None]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    put_text(path, json.dumps(content, indent=2) + "\n")
+    """Write a JSON file as transformers lays it out."""
+    text = json.dumps(content, indent=2)
+    put_text(path, text + "\n")
 
 
 def write_generation(folder: Path, generation: Mapping[str, Any]) -> None:

@@ -43,11 +43,16 @@ def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int
     if cut == "vocabulary":
         # The last ranks may have fewer tokens than rows.
         rows = padded // tensor_ranks
-        local = tensor[rank * rows : (rank + 1) * rows]
-        return F.pad(local, (0, 0, 0, rows - len(local)))
+        top = rank * rows
+        local = tensor[top : top + rows]
+        num_missing = rows - len(local)
+        return F.pad(local, (0, 0, 0, num_missing))
+    # each block is cut over the ranks by itself
+    block_rows = rows_of_blocks(cut, len(tensor))
     parts = []
-    for block in tensor.split(rows_of_blocks(cut, len(tensor))):
-        parts.append(block.chunk(tensor_ranks)[rank])
+    for block in tensor.split(block_rows):
+        chunks = block.chunk(tensor_ranks)
+        parts.append(chunks[rank])
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -60,7 +65,9 @@ def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -
     rows, *others = shape
     columns = others[0] if others else 0
     # What must be a multiple of the ranks; a vocabulary is padded to one.
-    lengths = [columns] if cut == "columns" else rows_of_blocks(cut, rows)
+    lengths = [columns]
+    if cut != "columns":
+        lengths = rows_of_blocks(cut, rows)
     is_cut = cut not in ("whole", "vocabulary")
     if is_cut and any(length % tensor_ranks for length in lengths):
         raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tensor_ranks)
@@ -74,7 +81,8 @@ def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -
 
 
 def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
-    """Return the name of a rank's folder. An axis of size one is left out."""
+    """Return the name of a rank's folder. Pipeline and expert ranks are left out of it if there is
+    one. pp, ep: how many there are."""
     name = f"mp_rank_{tp_rank:02d}"
     if pp > 1:
         name += f"_{pp_rank:03d}"
@@ -140,16 +148,18 @@ def local_name(tensor_name: str, count: int, grouped: bool) -> str:
     if not match:
         return tensor_name
     prefix, number, suffix = match.groups()
-    # Each rank has as many experts, in order.
+    # Each rank has `count` neighbouring experts.
     local_number = int(number) % count
     if grouped:
         experts = prefix.removesuffix("local_experts.")
-        return f"{experts}{suffix.removeprefix('.')}{local_number}"
+        weight = suffix.removeprefix(".")
+        return f"{experts}{weight}{local_number}"
     return f"{prefix}{local_number}{suffix}"
 
 
 def expert_of(tensor_name: str) -> int | None:
-    """Return the number of the expert that a tensor belongs to, by its name of one by one."""
+    """Return the number of the expert that a tensor belongs to, by its name where experts are one
+    by one; None for a tensor of no expert."""
     match = _LOCAL.fullmatch(tensor_name)
     return int(match[2]) if match else None
 
@@ -163,17 +173,20 @@ def _unpack(stored: Stored, hidden: int, count: int, is_hidden_in: bool) -> list
     # Nothing but the tensor's size tells the width of an expert.
     elements = prod(stored.shape)
     size = elements // count
-    if stored.strides is not None or size * count != elements or size % hidden:
+    is_whole = size * count == elements and size % hidden == 0
+    # a tensor with strides is no longer as its file has it
+    if stored.strides is not None or not is_whole:
         raise UserError.of(
             "convert.megatron_expert_tensor",
             file=stored.file,
             shape=list(stored.shape),
             count=count,
         )
+    inner_features = size // hidden
     features_in = hidden
-    features_out = size // hidden
+    features_out = inner_features
     if not is_hidden_in:
-        features_in = size // hidden
+        features_in = inner_features
         features_out = hidden
     nbytes = size * stored.dtype.itemsize
     shape = (features_out, features_in)

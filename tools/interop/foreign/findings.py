@@ -97,18 +97,21 @@ class Findings:
         tables = dict[str, Known]()
         first = dict[str, FoundSettings]()  # that set each table
         # what completes others comes after them
-        for settings in sorted(self.settings, key=lambda settings: settings.completes):
+        in_order = sorted(self.settings, key=lambda settings: settings.completes)
+        for settings in in_order:
+            table = settings.table
             known = self._known(settings)
             if settings.completes:
-                self._complete(tables.setdefault(settings.table, {}), known, settings)
-            elif settings.table not in tables:
-                tables[settings.table] = known
-                first[settings.table] = settings
-            elif _values(known) != _values(tables[settings.table]):
-                other = first[settings.table]
-                places = (
-                    f"{other.name} in line {other.line}, {settings.name} in line {settings.line}"
-                )
+                completed = tables.setdefault(table, {})
+                self._complete(completed, known, settings)
+            elif table not in tables:
+                tables[table] = known
+                first[table] = settings
+            elif _values(known) != _values(tables[table]):
+                earlier = first[table]
+                place = f"{earlier.name} in line {earlier.line}"
+                second_place = f"{settings.name} in line {settings.line}"
+                places = f"{place}, {second_place}"
                 text = f"a second one, and they differ: {places}; keep one of them in the file"
                 self.refuse(settings.line, text)
         return tables
@@ -121,16 +124,19 @@ class Findings:
             if first_value != value:
                 name = _named(settings, key)
                 lines = f"{first_value} in line {first_entry.line}, {value} in line {entry.line}"
-                self.refuse(entry.line, f"{name} is given twice: {lines}; keep one of them")
+                why = f"{name} is given twice: {lines}; keep one of them"
+                self.refuse(entry.line, why)
 
     def _known(self, settings: FoundSettings) -> Known:
         """Return the values of settings; one that is not known is refused or left open."""
         known = Known()
         for key, entry in settings.fields.items():
             try:
-                known[key] = (plain(entry.value), entry)
+                value = plain(entry.value)
             except Unreadable as reason:
                 known |= self._left_open(settings, key, entry, str(reason))
+            else:
+                known[key] = (value, entry)
         return known
 
     def _left_open(self, settings: FoundSettings, key: str, entry: DictEntry, why: str) -> Known:
@@ -149,6 +155,7 @@ class Findings:
 
     def close(self) -> None:
         """Name the mentions that are not accounted for."""
+        # ids of the syntax nodes, and of the dicts and calls, that are accounted for
         nodes = set[int]()
         objects = set[int]()
         for entry in self.taken:
@@ -159,9 +166,11 @@ class Findings:
                     objects.add(id(value))
                     nodes.add(getattr(value, "node", 0))
                     self.taken += value.entries.values()
-        for mention in sorted(self.mentions, key=lambda mention: mention.line):
+        by_line = sorted(self.mentions, key=lambda mention: mention.line)
+        for mention in by_line:
             # or it is a name for what is read
-            is_read = any(id(value) in objects for value in items_of(mention.value))
+            values = items_of(mention.value)
+            is_read = any(id(value) in objects for value in values)
             if mention.node not in nodes and not is_read:
                 why = "not read, for it belongs to no configuration known here"
                 self.note(mention.line, f"{mention.text}: {why}")
@@ -173,4 +182,5 @@ def _named(settings: FoundSettings, key: str) -> str:
 
 
 def _values(known: Known) -> dict[str, Any]:
+    """Return the values alone, without their places."""
     return {key: value for key, (value, _) in known.items()}

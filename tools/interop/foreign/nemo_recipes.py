@@ -35,13 +35,17 @@ def bridge_fields(fields: Mapping[str, DictEntry]) -> dict[str, DictEntry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin, with what
     Bridge has where NeMo's plugin has another default."""
     plugin = _precision_of_switches(fields)
+    # switches are read above, and the name of a library is no field of a plugin
+    read_elsewhere = (*FLAGS, "library")
     for key, entry in fields.items():
-        if key not in (*FLAGS, "library"):
-            plugin[BRIDGE_KEYS.get(key, key)] = entry
+        if key not in read_elsewhere:
+            nemo_key = BRIDGE_KEYS.get(key, key)
+            plugin[nemo_key] = entry
     window = plugin.get("fp16_loss_scale_window", NONE)
     # Bridge has it as a float
     if isinstance(window.value, float) and window.value.is_integer():
-        plugin["fp16_loss_scale_window"] = replace(window, value=int(window.value))
+        steps = int(window.value)
+        plugin["fp16_loss_scale_window"] = replace(window, value=steps)
     recipe = plugin.get("recipe", NONE)
     fp8 = plugin.get("fp8", NONE)
     if isinstance(recipe.value, str):
@@ -67,7 +71,8 @@ def _precision_of_switches(fields: Mapping[str, DictEntry]) -> dict[str, DictEnt
     # no precision has the name of two, and a switch that is not known stays so
     precision_entry = next(iter(turned_on.values()))
     if precision_entry.value is True:
-        precision_entry = replace(precision_entry, value=" and ".join(turned_on))
+        precisions = " and ".join(turned_on)
+        precision_entry = replace(precision_entry, value=precisions)
     return {"precision": precision_entry}
 
 
@@ -80,12 +85,14 @@ def recipe_settings(call: Call) -> Iterator[FoundSettings]:
         trainer = _field(call, "trainer")
         optim = _field(call, "optim")
         plugin = _field(trainer.value, "plugins")
-        fields = _plugin_fields(plugin, _default_recipe(call))
+        default = _default_recipe(call)
+        fields = _plugin_fields(plugin, default)
         optimizers = [_field(optim.value, "config")]
     elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
         plugin = _field(call, "mixed_precision")
         default = DictEntry("bf16_mixed", call.line)
-        fields = bridge_fields(_plugin_fields(plugin, default))
+        own_fields = _plugin_fields(plugin, default)
+        fields = bridge_fields(own_fields)
         optimizers = [_field(call, "optimizer"), _field(call, "ddp")]
     else:
         return
@@ -96,13 +103,15 @@ def recipe_settings(call: Call) -> Iterator[FoundSettings]:
     if call.doubt:
         fields[ATTRIBUTES] = DictEntry(call, call.line)
     if fields:
+        # without a plugin of its own the recipe adds to one that is read elsewhere
         completes = not KEYS_OF_A_PLUGIN & set(fields)
-        yield FoundSettings(NEMO, fields, call.line, f"{function.last}()", completes)
+        place = f"{function.last}()"
+        yield FoundSettings(NEMO, fields, call.line, place, completes)
 
 
 def _default_recipe(call: Call) -> DictEntry:
     """Return the name of a recipe's plugin: its argument `precision`, or what the model has without
-    one."""
+    one; an unknown value for a model whose recipes have a plugin that is not read."""
     precision = call.entries.get("precision")
     if precision is not None:
         name = PRECISIONS.get(str(precision.value))
@@ -112,7 +121,8 @@ def _default_recipe(call: Call) -> DictEntry:
     _, _, model = module.rpartition(".")
     if model.startswith(OTHER_DEFAULTS):
         why = "has a plugin of its own: assign recipe.trainer.plugins"
-        return DictEntry(UnknownValue(call.text, call.line, why), call.line)
+        unknown = UnknownValue(call.text, call.line, why)
+        return DictEntry(unknown, call.line)
     return DictEntry("bf16_mixed", call.line)
 
 
@@ -123,7 +133,8 @@ def _plugin_fields(plugin: DictEntry, default: DictEntry) -> dict[str, DictEntry
         return {"recipe": default} | _fields_set(plugin.value)
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
-    are_read = all(map(_is_read_itself, items_of(plugin.value)))
+    plugins = items_of(plugin.value)
+    are_read = all(map(_is_read_itself, plugins))
     return {} if are_read else {"the plugin": plugin}
 
 
@@ -141,5 +152,5 @@ def _field(value: Any, name: str) -> DictEntry:
 
 
 def _fields_set(value: Any) -> dict[str, DictEntry]:
-    """Return what is set of an object, and not only looked at."""
+    """Return the attributes and arguments that are set of a call, and not only looked at."""
     return fields_of(value, ()) if isinstance(value, Call) else {}

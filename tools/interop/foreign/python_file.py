@@ -39,7 +39,7 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[..., Any]] = {
     ast.Pow: operator.pow,
     ast.LShift: operator.lshift,
 }
-LARGEST_NUMBER = 2.0**128
+LARGEST_NUMBER = 2.0**128  # no setting is larger
 # 9 ** 9 ** 9 would take all memory
 LARGEST_EXPONENT = 1024
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -111,8 +111,10 @@ class PythonFile:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as assigned):
                     is_assigned_once = len(self._binders[name]) == 1
                     if is_assigned_once and uses[name] == 0:
+                        # another dict is followed where it is assigned
                         with suppress(ValueError, TypeError):
-                            entries[name] = DictEntry(_literal_table(assigned), node.lineno)
+                            table = _literal_table(assigned)
+                            entries[name] = DictEntry(table, node.lineno)
         return entries
 
     def _make_conditional(self, value: Any, guard: str) -> None:
@@ -131,7 +133,8 @@ class PythonFile:
             if isinstance(part, ast.stmt):
                 self._statement(part)
             elif _is_set(part):
-                self._assign(part, _unknown(part, "changes, or is not followed"))
+                unknown = _unknown(part, "changes, or is not followed")
+                self._assign(part, unknown)
             elif isinstance(part, ast.expr):
                 self.value(part)
             else:
@@ -150,7 +153,8 @@ class PythonFile:
                 for target in node.targets:
                     self._assign(target, value)
             case ast.AnnAssign(value=ast.expr() as assigned):
-                self._assign(node.target, self.value(assigned))
+                value = self.value(assigned)
+                self._assign(node.target, value)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._read_function(node)
             case _:
@@ -235,13 +239,15 @@ class PythonFile:
         self.loose.append((str(key), entry))
         self._doubt(base, f"{_quoted(target)} may change it")
         # torch.backends.cuda.matmul.allow_tf32 is in a note
-        if not isinstance(base, Symbol) and (is_meant or getattr(base, "is_read", False)):
+        is_of_package = isinstance(base, Symbol)
+        if not is_of_package and (is_meant or getattr(base, "is_read", False)):
             self.uncertain.append((target.lineno, text, why))
 
     def _why_uncertain(self, base: Any) -> str:
         """Return why it is not certain that what is set counts where the object is used."""
         if not isinstance(base, Fields):
-            return f"is set on what {getattr(base, 'why', 'is no object here')}"
+            why = getattr(base, "why", "is no object here")
+            return f"is set on what {why}"
         if self._guard:
             return f"depends on {self._guard}"
         # any function may set a variable of the environment, which none makes
@@ -270,7 +276,8 @@ class PythonFile:
             case ast.Name():
                 return self._name(node)
             case ast.Attribute():
-                return self._attribute(node, self.value(node.value))
+                base = self.value(node.value)
+                return self._attribute(node, base)
             case ast.Subscript():
                 base = self.value(node.value)
                 key = self.value(node.slice)
@@ -278,7 +285,8 @@ class PythonFile:
             case ast.Dict():
                 return self._dict(node)
             case ast.List() | ast.Tuple() | ast.Set():
-                return PlainSequence([self.value(item) for item in node.elts])
+                items = [self.value(item) for item in node.elts]
+                return PlainSequence(items)
             case ast.Call():
                 return self._call(node)
             case ast.BinOp():
@@ -335,7 +343,8 @@ class PythonFile:
             return unknown
         try:
             result = calculate(left, right)
-            return result if abs(result) <= LARGEST_NUMBER else unknown
+            is_plausible = abs(result) <= LARGEST_NUMBER
+            return result if is_plausible else unknown
         except (ArithmeticError, ValueError, TypeError):
             return unknown
 
@@ -353,6 +362,7 @@ class PythonFile:
         if not isinstance(base, Call):
             why = getattr(base, "why", "is not known")
             return _unknown(node, f"belongs to what {why}")
+        # what is set of it later belongs to the object
         only_seen = Call(line=node.lineno, text=shortened(node), home=base.home)
         entry = base.entries.setdefault(name, DictEntry(only_seen, node.lineno))
         part = entry.value
@@ -374,7 +384,8 @@ class PythonFile:
                 if isinstance(part, Fields):
                     part.used = part.used or base.used
                 return part
-        return _unknown(node, getattr(base, "doubt", "") or "is not known")
+        why = getattr(base, "doubt", "") or "is not known"
+        return _unknown(node, why)
 
     def _dict(self, node: ast.Dict) -> PlainDict:
         """Return the value of a dict that is written out, in doubt if one of its keys is not
@@ -382,6 +393,7 @@ class PythonFile:
         table = PlainDict(line=node.lineno)
         self._register(table)
         for key_node, value_node in zip(node.keys, node.values, strict=True):
+            # {**others} has no key
             key = self.value(key_node) if key_node else f"**{shortened(value_node)}"
             if isinstance(key, str):
                 self._add(table, key, value_node, key_node or value_node)
@@ -409,8 +421,10 @@ class PythonFile:
         """Return the value of a call: a dict, or a `Call` of something outside of the file."""
         function = self.value(node.func)
         given = [*node.args]
+        # run.Config(SomeClass, ...) stands for a call of its first argument
         if shortened(node.func) in CONFIGS and given:
-            function = self.value(given.pop(0))
+            first = given.pop(0)
+            function = self.value(first)
         is_dict = function == Symbol("dict")
         call = PlainDict(line=node.lineno) if is_dict else self._new_call(node, function)
         self._register(call)
@@ -436,6 +450,7 @@ class PythonFile:
         else:
             call.function = Symbol(shortened(node.func))
         is_name = isinstance(node.func, ast.Name)
+        # unknown, or a name that stands for the result of another call
         if isinstance(function, UnknownValue) or (isinstance(function, Call) and is_name):
             call.doubt = f"`{function.text}` {function.why}"
         return call
@@ -467,15 +482,24 @@ def _literal_table(node: ast.Dict) -> PlainDict:
 
 
 def _unknown(node: ast.AST, why: str) -> UnknownValue:
-    return UnknownValue(shortened(node), getattr(node, "lineno", 0), why)
+    """Return the value of an expression that is not known, for a reason."""
+    return UnknownValue(shortened(node), _line_of(node), why)
 
 
 def _quoted(node: ast.AST) -> str:
-    return f"`{shortened(node)}` (line {getattr(node, 'lineno', 0)})"
+    """Return the text of a node with its line, for a reason."""
+    return f"`{shortened(node)}` (line {_line_of(node)})"
+
+
+def _line_of(node: ast.AST) -> int:
+    """Return the line of a node, 0 if it has none."""
+    return getattr(node, "lineno", 0)
 
 
 def _is_set(node: ast.AST) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+    """Return True for a name, attribute, item or tuple that is assigned or deleted."""
+    context = getattr(node, "ctx", None)
+    return isinstance(context, ast.Store | ast.Del)
 
 
 def _binders(node: ast.AST) -> Iterator[tuple[str, object]]:
@@ -505,6 +529,7 @@ def _condition_of(node: ast.stmt) -> str:
     if isinstance(node, ast.ClassDef):
         return f"class {node.name} (line {node.lineno})"
     if isinstance(node, ast.If):
+        # `if __name__ == "__main__":` runs whenever the file is run
         is_main = shortened(node.test).startswith("__name__ ==") and not node.orelse
         return "" if is_main else _quoted(node.test)
     return _quoted(node) if isinstance(node, ast.Try | ast.Match) else ""

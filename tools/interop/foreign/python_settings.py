@@ -38,7 +38,7 @@ from tools.interop.foreign.systems import (
     table_of,
 )
 
-DEEPEST = 8
+DEEPEST = 8  # dicts within dicts that are searched
 # Tables that may be given by a name: table -> the table and key that the name counts for, and names
 # of recipes
 BY_NAME = {
@@ -85,12 +85,14 @@ class Gatherer:
         is refused if the system's is `strict` (see `Maker`), and otherwise passed over."""
         last = call.function.last
         maker, elsewhere = maker_of(call.function)
-        usual_maker = next(iter(MAKERS.get(last, ())), None)
+        makers_of_name = MAKERS.get(last, ())
+        usual_maker = next(iter(makers_of_name), None)
         is_strict = usual_maker is not None and usual_maker.strict
         if last == "set_fp32_attr_to_module":
             self.findings.take(DictEntry(call))
             why = "a mark in a model of your own counts when the model is made"
-            self.findings.note(call.line, f"{call.text}: {why}; precision.keep_fp32 says it of any")
+            text = f"{call.text}: {why}; precision.keep_fp32 says it of any"
+            self.findings.note(call.line, text)
         elif elsewhere and is_strict:
             self.findings.take(DictEntry(call))
             why = f"{last} comes from {elsewhere}: what it does is not known here; {RUN_FILE}"
@@ -102,17 +104,22 @@ class Gatherer:
         """Read the arguments of a class or function of a system."""
         fields = fields_of(call, maker.order)
         # of a holder only what is read is accounted for
-        self.findings.take(DictEntry(call) if maker.strict else DictEntry(None, node=call.node))
+        taken = DictEntry(None, node=call.node)
+        if maker.strict:
+            taken = DictEntry(call)
+        self.findings.take(taken)
         for name, table in maker.tables.items():
             if name in fields:
-                self._table_argument(table, fields.pop(name), name, call)
+                entry = fields.pop(name)
+                self._table_argument(table, entry, name, call)
         for name, entry in fields.items():
             if name.startswith("**") and not maker.strict:
                 text = f"{name} of {call.function.last}(...): not known"
                 self.findings.note(entry.line, text)
         keys = _keys_of(call, maker, fields)
         # without keys of their own they leave the dtype to others
-        if maker.table and (keys or maker.table not in (COLOSSALAI, NEMO)):
+        may_be_empty = maker.table not in (COLOSSALAI, NEMO)
+        if maker.table and (keys or may_be_empty):
             self._add(maker.table, keys, call, maker.completes)
 
     def _table_argument(self, table: str, entry: DictEntry, name: str, holder: Call) -> None:
@@ -128,13 +135,13 @@ class Gatherer:
             elif isinstance(value, PlainDict):
                 self._say(table, value, name)
             elif isinstance(value, str) and table in BY_NAME:
-                whole, key, names = BY_NAME[table]
+                named_table, key, recipe_names = BY_NAME[table]
                 recipe = value.replace("-", "_")
-                if recipe in names:
+                if recipe in recipe_names:
                     fields = {"recipe": replace(entry, value=recipe)}
                 else:
                     fields = {key: replace(entry, value=value)}
-                self._add(whole, fields, holder, completes=table == FP16)
+                self._add(named_table, fields, holder, completes=table == FP16)
             elif maker is None:
                 fields = {f"argument {name}": replace(entry, value=value)}
                 self._add(table, fields, holder, completes=False)
@@ -162,7 +169,8 @@ class Gatherer:
             if settings_table:
                 self.findings.take(entry)
                 self._say(settings_table, content, name)
-                self._loose(settings_table.partition(".")[0], entries)
+                system, _, _ = settings_table.partition(".")
+                self._loose(system, entries)
             else:
                 self._search(content, depth + 1)
         # NxD's, without its telling name
@@ -175,20 +183,22 @@ class Gatherer:
         systems = {settings.system for settings in self.findings.settings}
         for name, entry in self.unknown:
             table = TABLES.get(name, "")
-            is_meant = name not in MARKS or table.partition(".")[0] in systems
+            system, _, _ = table.partition(".")
+            is_meant = name not in MARKS or system in systems
             if table and is_meant:
-                self.findings.add(FoundSettings(table, {"the keys": entry}, entry.line, name))
+                fields = {"the keys": entry}
+                self.findings.add(FoundSettings(table, fields, entry.line, name))
 
     def _loose(self, system: str, beside: Mapping[str, DictEntry]) -> None:
         """Add the single settings of a system that stand beside its dicts."""
         for name in LOOSE.get(system, ()):
             if name in beside:
-                fields = {name: beside[name]}
-                line = beside[name].line
-                self.findings.add(FoundSettings(system, fields, line, name, completes=True))
+                entry = beside[name]
+                settings = FoundSettings(system, {name: entry}, entry.line, name, completes=True)
+                self.findings.add(settings)
 
     def _say(self, table: str, content: PlainDict, name: str) -> None:
-        """Add a dict as settings."""
+        """Add a dict as settings. table: of a system. name: by which the file has it."""
         fields = spread(content)
         if content.doubt:
             fields["the keys"] = DictEntry(content, content.line)
@@ -204,7 +214,8 @@ class Gatherer:
             fields["the variables"] = DictEntry(variables)
         systems = {settings.system for settings in self.findings.settings}
         if fields and NXD in systems:
-            line = next(iter(fields.values())).line
+            first_entry = next(iter(fields.values()))
+            line = first_entry.line
             self.findings.add(FoundSettings(NXD_ENVIRONMENT, fields, line, "os.environ"))
 
     def _clipping(self) -> None:
@@ -215,6 +226,7 @@ class Gatherer:
         for call in self.calls:
             if call.function.last != "clip_grad_norm_":
                 continue
+            # torch's function has the parameters first, FSDP's method is the model's
             is_torchs = call.function.name.endswith("utils.clip_grad_norm_")
             order = ("parameters", "max_norm") if is_torchs else ("max_norm",)
             limit = fields_of(call, order).get("max_norm")
@@ -222,28 +234,34 @@ class Gatherer:
             if limit is not None:
                 # a gradient is clipped in a step that is taken, whatever the condition
                 keys = {"max_grad_norm": limit}
-                self.findings.add(FoundSettings("smp", keys, call.line, call.text, completes=True))
+                settings = FoundSettings("smp", keys, call.line, call.text, completes=True)
+                self.findings.add(settings)
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
         in another file."""
+        all_settings = self.findings.settings
         for system, what in WITH_DTYPE.items():
-            of_system = [found for found in self.findings.settings if found.system == system]
-            with_dtype = [found for found in of_system if found.table in (system, "nemo.v1")]
-            if of_system and all(found.completes for found in with_dtype):
+            of_system = [settings for settings in all_settings if settings.system == system]
+            tables_with_dtype = (system, "nemo.v1")
+            with_dtype = [settings for settings in of_system if settings.table in tables_with_dtype]
+            if of_system and all(settings.completes for settings in with_dtype):
                 first = of_system[0]
                 why = f"{what}, which says the dtype, is not in this file: give both in one"
                 self.findings.refuse(first.line, f"{first.name}: {why}")
 
 
 def _keys_of(call: Call, maker: Maker, fields: Mapping[str, DictEntry]) -> dict[str, DictEntry]:
-    """Return the keys that the arguments of a call set in its maker's table."""
+    """Return the keys that the arguments of a call set in its maker's table. fields: the
+    arguments, without those that are tables."""
     keys = dict[str, DictEntry]()
     for name, entry in fields.items():
+        # of a strict one all arguments count, but those known to have nothing to do with precision
         is_other = maker.strict and name not in maker.unrelated
         if name in maker.keys or is_other:
             key = maker.keys.get(name, name)
-            keys[key] = replace(entry, line=entry.line or call.line)
+            line = entry.line or call.line
+            keys[key] = replace(entry, line=line)
     for key, value in maker.adds.items():
         keys[key] = DictEntry(value, call.line)
     if call.function.name.startswith(BRIDGE) or "library" in keys:

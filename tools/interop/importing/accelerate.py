@@ -50,12 +50,13 @@ class AccelerateConfig:
 
     def said(self, *keys: str) -> str:
         """Return how keys are given, those of them that are."""
-        given = [f"{key} = {self.values[key]}" for key in keys if key in self.values]
-        return ", ".join(given)
+        given = [key for key in keys if key in self.values]
+        return ", ".join(f"{key} = {self.values[key]}" for key in given)
 
     def refuse(self, key: str, why: str) -> None:
         """Add a problem with the value of a dotted key."""
-        self.draft.problems.append(f"{self.said(key)} ({self.place}): {why}")
+        problem = f"{self.said(key)} ({self.place}): {why}"
+        self.draft.problems.append(problem)
 
     def size(self, name: str) -> int:
         """Return the size of an axis, or 1."""
@@ -84,13 +85,16 @@ def add_accelerate(content: Mapping[str, Any], path: Path, draft: Draft) -> Acce
     elif kind in ("MEGATRON_LM", "TPU", "XLA"):
         config.refuse("distributed_type", "FSDP, DEEPSPEED and MULTI_GPU are read")
     elif "distributed_type" in config.values and config.ranks != 1:
-        draft.put("parallel.zero", False, config.said("distributed_type"))
+        # replicas of DistributedDataParallel share no state
+        said = config.said("distributed_type")
+        draft.put("parallel.zero", False, said)
     return config
 
 
 def _read(content: Mapping[str, Any], config: AccelerateConfig) -> None:
     """Keep what is read, and add a problem for each key that is refused or not known."""
-    kind = str(content.get("distributed_type", "")).lower()
+    written_kind = content.get("distributed_type", "")
+    kind = str(written_kind).lower()
     for key, value in _leaves(content):
         if class_of(key) == "unused" or _is_idle(key, kind):
             config.unused[key] = f"{key} = {value!r}"
@@ -130,7 +134,9 @@ def _leaves(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for key, value in content.items():
         if key in TABLES and isinstance(value, Mapping):
-            leaves += [(f"{key}.{name}", inner) for name, inner in value.items()]
+            for name, inner in value.items():
+                dotted = f"{key}.{name}"
+                leaves.append((dotted, inner))
         else:
             leaves.append((str(key), value))
     return leaves
@@ -169,19 +175,20 @@ def _add_precision(config: AccelerateConfig) -> None:
     if "mixed_precision" not in config.values:
         return
     # YAML has a plain no as false
-    name = str(config.values["mixed_precision"] or "no").lower()
-    dtype = DTYPES.get(name)
+    written = config.values["mixed_precision"] or "no"
+    dtype = DTYPES.get(str(written).lower())
     if dtype is None:
         if config.draft.needs("precision.compute"):
             known = ", ".join(DTYPES)
             config.refuse("mixed_precision", f"{known} are read: fp8.kind=... beside gives FP8")
     elif dtype != "fp32":
-        config.draft.put("precision.compute", dtype, config.said("mixed_precision"))
+        said = config.said("mixed_precision")
+        config.draft.put("precision.compute", dtype, said)
 
 
 def _add_fsdp(config: AccelerateConfig) -> None:
     """Add what FSDP shards; under FSDP2 replicas of shards are axes of their own."""
-    prefix = "fsdp_config."
+    prefix = "fsdp_config."  # of dotted keys
     settings: dict[str, Any] = {}
     for key, value in config.values.items():
         if key.startswith(prefix):
@@ -196,11 +203,13 @@ def _add_deepspeed(config: AccelerateConfig, folder: Path) -> None:
     file_key = f"{OF_DEEPSPEED}deepspeed_config_file"
     named = config.values.get(file_key)
     if named not in (None, "none"):
+        file = Path(str(named))
         content, problem = read_named_json(str(named), folder)
         if problem:
             config.refuse(file_key, problem)
         elif content:
-            config.deepspeed[Path(str(named)).name] = {**_table_of_dtype(config), **content}
+            # what the file says of a dtype comes before accelerate's
+            config.deepspeed[file.name] = {**_table_of_dtype(config), **content}
         return
     made: dict[str, Any] = _table_of_dtype(config)
     for name, place in DEEPSPEEDS.items():

@@ -24,7 +24,9 @@ def decide(tokens: Sequence[Token], expander: Expander) -> bool | None:
     for sign, condition in _joined(tokens):
         if sign not in ("&&", "||"):
             return None
-        is_skipped = result == (sign == "||")
+        # as a shell: && after a condition that does not hold, || after one that does
+        is_alternative = sign == "||"
+        is_skipped = result == is_alternative
         if is_skipped:
             continue
         result = _holds(condition, expander)
@@ -52,7 +54,8 @@ def _holds(tokens: Sequence[Token], expander: Expander) -> bool | None:
     if begin in ("true", "false"):
         return begin == "true"
     is_negated = begin == "!"
-    words = _within_brackets(tokens[1:] if is_negated else tokens)
+    test = tokens[1:] if is_negated else tokens
+    words = _within_brackets(test)
     are_plain = all(word.kind == "word" for word in words)
     if not words or not are_plain or _has_pattern(words) or _has_command(words):
         return None
@@ -77,23 +80,31 @@ def _within_brackets(tokens: Sequence[Token]) -> list[Token]:
 
 def _has_pattern(words: Sequence[Token]) -> bool:
     """Return True if a word is compared with a pattern, or if it may be one."""
-    return any(PATTERN.search(word.text) for word in words[2:])
+    # behind the first word and the sign
+    compared_with = words[2:]
+    return any(PATTERN.search(word.text) for word in compared_with)
 
 
 def _has_command(words: Sequence[Token]) -> bool:
     """Return True if a word holds what a command prints."""
-    return any(odd.startswith(("$(", "`")) for odd in ODDITIES.findall(written_of(words)))
+    written = written_of(words)
+    return any(odd.startswith(("$(", "`")) for odd in ODDITIES.findall(written))
 
 
 def operand(token: Token, expander: Expander) -> str | None:
     """Return a word of a condition; None if it is not known. A variable that nothing sets is
     empty."""
+    variables = expander.variables
     bare = BARE_VARIABLE.fullmatch(token.text)
-    if bare and expander.variables.is_absent(bare[1]):
-        expander.variables.absent[bare[1]] = None
-        return ""
+    if bare:
+        (name,) = bare.groups()
+        if variables.is_absent(name):
+            variables.absent[name] = None
+            return ""
     text = expander.text(token.text, token.place)
-    return None if HOLE.search(text) else text
+    # what is not known leaves a hole in the text
+    has_hole = HOLE.search(text) is not None
+    return None if has_hole else text
 
 
 def chosen_body(choice: CaseBlock, expander: Expander) -> Sequence[list[Token]] | None:
@@ -118,9 +129,11 @@ def _known_patterns(patterns: Sequence[Token], expander: Expander) -> list[str] 
     texts = [operand(pattern, expander) for pattern in patterns]
     known = list[str]()
     for pattern, text in zip(patterns, texts, strict=True):
+        if text is None:
+            return None
         # in quotes these letters are no wildcards, and the text does not tell which are
-        is_mixed = QUOTE.search(pattern.text) and WILDCARD.search(text or "")
-        if text is None or is_mixed:
+        is_mixed = QUOTE.search(pattern.text) and WILDCARD.search(text)
+        if is_mixed:
             return None
         known.append(text)
     return known

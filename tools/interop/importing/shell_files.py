@@ -35,23 +35,29 @@ class FilesBeside:
 
         may_guess: a file whose folder is not known may be the only one of its name there.
         """
-        if self.path is None or len(written) > LONGEST_NAME or NO_NAME.search(written):
+        if self.path is None:
+            return None
+        if len(written) > LONGEST_NAME or NO_NAME.search(written):
             return None
         folder = self.path.parent.resolve()
         own_name = OWN_FOLDER.sub("", written)
         path = (folder / own_name).resolve()
         _, _, file = own_name.rpartition("/")
-        is_open = may_guess and "$" in written and SCRIPT.fullmatch(file)
-        if is_open and not path.exists():
+        # its folder is a variable, which may name the script's own
+        may_be_guessed = may_guess and "$" in written and SCRIPT.fullmatch(file)
+        if may_be_guessed and not path.exists():
             path = self._only_one(folder, file, written) or path
+        # a plain name counts from the folder that the script has gone to
         is_elsewhere = self.has_moved and own_name == written
-        is_read = path.name in (*self.taken_in, self.path.name)
+        names_read = (*self.taken_in, self.path.name)
+        is_read = path.name in names_read
         if is_elsewhere or is_read or not path.is_relative_to(folder):
             return None
         try:
-            return path.name, read_text(path, LARGEST)
+            text = read_text(path, LARGEST)
         except (OSError, ValueError):
             return None
+        return path.name, text
 
     def _only_one(self, folder: Path, file: str, written: str) -> Path | None:
         """Return the only file of this name in the folder and in those within it; None if there are

@@ -6,17 +6,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 LONGEST_SUM = 200  # letters
-LARGEST = 2**63
+LARGEST = 2**63  # beyond it a shell's numbers wrap around
 PLAIN_SUM = re.compile(r"[\d\s+*/%()-]+")
 
 
 def _quotient(left: int, right: int) -> int:
     """Return a quotient as a shell cuts it, towards zero."""
     quotient = abs(left) // abs(right)
-    return quotient if (left < 0) == (right < 0) else -quotient
+    have_same_sign = (left < 0) == (right < 0)
+    return quotient if have_same_sign else -quotient
 
 
 def _rest(left: int, right: int) -> int:
+    """Return the rest of a quotient that is cut towards zero: it has the sign of `left`."""
     return left - right * _quotient(left, right)
 
 
@@ -46,7 +48,8 @@ def sum_of(text: str) -> int | None:
     if not is_plain or re.search(r"//|\*\*|\b0\d", text):
         return None
     try:
-        value = _value(ast.parse(text.strip(), mode="eval").body)
+        tree = ast.parse(text.strip(), mode="eval")
+        value = _value(tree.body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
     return value if abs(value) < LARGEST else None
@@ -59,7 +62,10 @@ def _value(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+        operation = OPERATIONS[type(node.op)]
+        left = _value(node.left)
+        right = _value(node.right)
+        return operation(left, right)
     raise ValueError(ast.dump(node))
 
 
@@ -72,12 +78,16 @@ def holds(words: Sequence[str]) -> bool | None:
     if len(words) == 1:
         return words[0] != ""
     if len(words) == 2 and words[0] in ("-z", "-n"):
-        return (words[1] == "") == (words[0] == "-z")
+        asks_for_empty = words[0] == "-z"
+        is_empty = words[1] == ""
+        return is_empty == asks_for_empty
     if len(words) != 3:
         return None
     left, sign, right = words
     if sign in ("=", "==", "!="):
-        return (left == right) == (sign != "!=")
+        asks_for_equal = sign != "!="
+        return (left == right) == asks_for_equal
     if sign in COMPARISONS and all(map(PLAIN_NUMBER.fullmatch, (left, right))):
-        return COMPARISONS[sign](int(left), int(right))
+        compare = COMPARISONS[sign]
+        return compare(int(left), int(right))
     return None

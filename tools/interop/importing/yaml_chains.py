@@ -70,12 +70,12 @@ class Chain:
                     first=first,
                     second=leaf.value,
                 )
-            is_open = isinstance(leaf.value, UnknownValue)
-            variable = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
-            if variable:
-                name, default = variable.groups()
-                self.absent.append(name)
-                leaf = leaf._replace(value=default)
+            if isinstance(leaf.value, UnknownValue):
+                variable = FROM_ENVIRONMENT.fullmatch(leaf.value.text)
+                if variable:
+                    name, default = variable.groups()
+                    self.absent.append(name)
+                    leaf = leaf._replace(value=default)
             self.leaves[leaf.name] = leaf
 
 
@@ -85,7 +85,9 @@ def leaves_of(table: PlainDict, file: str) -> Iterator[Leaf]:
         if isinstance(entry.value, PlainDict):
             yield from leaves_of(entry.value, file)
         else:
-            yield Leaf(ALIASES.get(str(key), str(key)), entry.value, file, entry.line)
+            written = str(key)
+            name = ALIASES.get(written, written)
+            yield Leaf(name, entry.value, file, entry.line)
 
 
 def read_chain(path: Path, table: PlainDict) -> Chain | None:
@@ -95,7 +97,10 @@ def read_chain(path: Path, table: PlainDict) -> Chain | None:
     modules = table.get("modules")
     if isinstance(modules, PlainDict):
         trainers = [module for module in _tables(modules) if module.get("framework") == FRAMEWORK]
-        return _read_primus(path, trainers[0]) if len(trainers) == 1 else None
+        if len(trainers) != 1:
+            return None
+        (trainer,) = trainers
+        return _read_primus(path, trainer)
     # one of FlagScale, which Hydra composes
     defaults = table.get("defaults")
     names = _named_by(defaults) if isinstance(defaults, PlainSequence) else {}
@@ -103,6 +108,7 @@ def read_chain(path: Path, table: PlainDict) -> Chain | None:
 
 
 def _tables(table: PlainDict) -> Iterator[PlainDict]:
+    """Yield the tables in a table."""
     for entry in table.entries.values():
         if isinstance(entry.value, PlainDict):
             yield entry.value
@@ -114,7 +120,9 @@ def _read_primus(path: Path, trainer: PlainDict) -> Chain:
     for key, folder in (("config", "modules"), ("model", "models")):
         name = trainer.get(key)
         if isinstance(name, str):
-            root = _root(path, f"{folder}/{FRAMEWORK}/{name}")
+            file = f"{folder}/{FRAMEWORK}/{name}"
+            root = _root(path, file)
+            # part by part: an absolute name stays one, and is refused
             _extend(root / folder / FRAMEWORK / name, root, chain)
     overrides = trainer.get("overrides")
     if isinstance(overrides, PlainDict):
@@ -124,8 +132,11 @@ def _read_primus(path: Path, trainer: PlainDict) -> Chain:
 
 def _root(path: Path, name: str) -> Path:
     """Return the folder of the files of Primus, by the name of one of them. Raises UserError."""
-    above = [*path.resolve().parents][:MOST_ABOVE]
-    folders = [above[0], *(folder / CONFIGS for folder in above)]
+    parents = [*path.resolve().parents]
+    above = parents[:MOST_ABOVE]
+    own_folder = above[0]
+    folders = [own_folder, *(folder / CONFIGS for folder in above)]
+    # a longer one is an error of the system and not of the file
     is_name = len(name) <= LONGEST_NAME
     for folder in folders:
         if is_name and (folder / name).is_file():
@@ -134,15 +145,18 @@ def _root(path: Path, name: str) -> Path:
 
 
 def _extend(path: Path, root: Path, chain: Chain, depth: int = 0) -> None:
-    """Add the settings of a file behind those of the files that it extends. Raises UserError."""
+    """Add the settings of a file behind those of the files that it extends. Raises UserError.
+
+    root: no file outside of this folder is read. depth: how many files led to this one.
+    """
     is_within = path.resolve().is_relative_to(root.resolve())
     if depth > DEEPEST or len(chain.files) > MOST_FILES or not is_within:
         raise UserError.of("import.not_followed", written=path.name)
     table = _table(path)
     extended = table.entries.pop("extends", None)
-    names = extended.value.items if extended and isinstance(extended.value, PlainSequence) else []
-    for name in names:
-        _extend(path.parent / str(name), root, chain, depth + 1)
+    if extended and isinstance(extended.value, PlainSequence):
+        for name in extended.value.items:
+            _extend(path.parent / str(name), root, chain, depth + 1)
     chain.files.append(path.name)
     chain.add(table, path.name)
 
@@ -150,7 +164,8 @@ def _extend(path: Path, root: Path, chain: Chain, depth: int = 0) -> None:
 def _table(path: Path) -> PlainDict:
     """Return the settings of a file. Raises UserError."""
     try:
-        data = from_yaml(path, read_text(path, LARGEST))
+        text = read_text(path, LARGEST)
+        data = from_yaml(path, text)
     except OSError as error:
         raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error
     except ValueError as error:
@@ -166,21 +181,27 @@ def _named_by(defaults: PlainSequence) -> dict[str, str]:
     """Return the files that a list of Hydra's defaults names, by their group."""
     named = dict[str, str]()
     for item in defaults.items:
-        if isinstance(item, PlainDict):
-            named |= {str(key): str(entry.value) for key, entry in item.entries.items()}
+        if not isinstance(item, PlainDict):
+            continue
+        for key, entry in item.entries.items():
+            named[str(key)] = str(entry.value)
     return named
 
 
 def _read_group(path: Path, table: PlainDict, name: str) -> Chain:
-    """Return the settings of the group of a training."""
+    """Return the settings of the group of a training: those of the file of this name in its folder,
+    beside the file at `path`, whose table also says how many ranks its launcher starts."""
     chain = Chain()
-    file = path.parent / GROUP / f"{name[:LONGEST_NAME]}.yaml"
-    if not file.is_file() or not file.resolve().is_relative_to(path.parent.resolve()):
+    folder = path.parent
+    file = folder / GROUP / f"{name[:LONGEST_NAME]}.yaml"
+    # asked second: a name with a zero byte is no file, and cannot be resolved
+    if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
         raise UserError.of("import.no_named_file", path=path, name=f"{GROUP}/{name}.yaml")
-    _extend(file, path.parent, chain)
+    _extend(file, folder, chain)
     sizes = [find(table, key) for key in RUNNER]
     numbers = [size.value for size in sizes if size is not None]
-    if len(numbers) == len(RUNNER) and all(isinstance(number, int) for number in numbers):
+    are_whole = all(isinstance(number, int) for number in numbers)
+    if len(numbers) == len(RUNNER) and are_whole:
         nodes, local = numbers
         chain.ranks = nodes * local
     return chain

@@ -32,6 +32,7 @@ BUSY_SHARE = 0.05  # of a GPU's memory, used by others
 def facts(context: RankContext) -> Answer:
     """Return the versions, the device and the CPU threads of this rank."""
     local_ranks = read_number("LOCAL_WORLD_SIZE", default="1")
+    load_of_last_minute, _, _ = os.getloadavg()
     machine: Answer = {
         "megaprec": installed_version("megaprec") or "not installed",
         "torch": torch.__version__,
@@ -41,7 +42,7 @@ def facts(context: RankContext) -> Answer:
         "cores": cores(),
         "threads": share_of_cores(local_ranks),
         "local_ranks": local_ranks,
-        "load": round(os.getloadavg()[0], 2),
+        "load": round(load_of_last_minute, 2),
         "cuda": torch.version.cuda or "",
         "gpu_tool": shutil.which("nvidia-smi") or "",
         "device": context.device,
@@ -61,13 +62,17 @@ def _gpu_facts(local_rank: int) -> Answer:
     gpu_number = local_rank if torch.cuda.device_count() > 1 else 0
     free, total = torch.cuda.mem_get_info(gpu_number)
     properties = torch.cuda.get_device_properties(gpu_number)
+    capability = torch.cuda.get_device_capability(gpu_number)
+    nccl_version = nccl.version() if is_nccl_available() else ()
     reserved = torch.cuda.memory_reserved(gpu_number)
+    used_by_others = total - free - reserved
     return {
         "gpu": properties.name,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(gpu_number))),
+        "capability": ".".join(map(str, capability)),
         "memory": total,
-        "used_by_others": max(0, total - free - reserved),
-        "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
+        # both numbers are read one after the other, and may not fit each other
+        "used_by_others": max(0, used_by_others),
+        "nccl": ".".join(map(str, nccl_version)),
         "uuid": str(getattr(properties, "uuid", "")),
     }
 
@@ -82,14 +87,17 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _ranks_of(answers: Sequence[Answer]) -> str:
     """Return the ranks that gave these answers, in words."""
-    return format_ranks({answer["rank"]: answer["host"] for answer in answers})
+    host_of_rank = {answer["rank"]: answer["host"] for answer in answers}
+    return format_ranks(host_of_rank)
 
 
 def _by_value(answers: Sequence[Answer], fact_name: str) -> dict[str, list[Answer]]:
     """Return the answers by what they say of a fact; those without it by ""."""
     by_value: dict[str, list[Answer]] = {}
     for answer in answers:
-        by_value.setdefault(answer.get(fact_name, ""), []).append(answer)
+        value = answer.get(fact_name, "")
+        with_value = by_value.setdefault(value, [])
+        with_value.append(answer)
     return by_value
 
 
@@ -99,6 +107,7 @@ def _usual_value(by_value: Mapping[str, Sequence[Answer]]) -> str:
 
 
 def _judge_versions(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield what is not the same on all ranks, otherwise what is installed."""
     problems = list[Finding]()
     for fact_name in SAME_ON_ALL:
         problems.extend(_different_versions(fact_name, answers))
@@ -122,6 +131,7 @@ def _different_versions(fact_name: str, answers: Sequence[Answer]) -> Iterator[F
 def _summarize_versions(answers: Sequence[Answer]) -> Finding:
     """Return what is installed, for ranks that all have the same."""
     first_answer = answers[0]
+    # a machine without a GPU has no CUDA and no NCCL
     installed = [f"{name} {first_answer[name]}" for name in SUMMARIZED if first_answer.get(name)]
     message = f"{', '.join(installed)} on {first_answer['system']}"
     num_hosts = len(_by_value(answers, "host"))
@@ -139,8 +149,8 @@ def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
     answers_by_message: dict[str, list[Answer]] = {}
     for answer in answers:
         for message in answer.get("untested", ()):
-            answers_by_message.setdefault(message, []).append(answer)
-
+            with_message = answers_by_message.setdefault(message, [])
+            with_message.append(answer)
     for message, affected in sorted(answers_by_message.items()):
         if len(affected) < len(answers):
             message += f" ({_ranks_of(affected)})"
@@ -159,16 +169,21 @@ def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _summarize_devices(answers: Sequence[Answer]) -> Finding:
+    """Return how many ranks there are on devices of each kind."""
     ranks_on: Counter[str] = Counter()
     for answer in answers:
         cpu = f"CPU of {counted(answer['cores'], 'core')}"
-        ranks_on[answer.get("gpu") or cpu] += 1
+        device = answer.get("gpu") or cpu
+        ranks_on[device] += 1
     parts = [f"{counted(count, 'rank')} on {device}" for device, count in ranks_on.items()]
-    return ok("devices", ", ".join(parts), ranks=[*map(_device_facts, answers)])
+    facts_of_ranks = [*map(_device_facts, answers)]
+    return ok("devices", ", ".join(parts), ranks=facts_of_ranks)
 
 
 def _device_facts(answer: Answer) -> Answer:
-    return {fact_name: answer.get(fact_name) for fact_name in ("rank", "host", "gpu", "memory")}
+    """Return what a program may want to know of a rank's device."""
+    fact_names = ("rank", "host", "gpu", "memory")
+    return {fact_name: answer.get(fact_name) for fact_name in fact_names}
 
 
 def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
@@ -187,6 +202,7 @@ def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a finding for each GPU that several ranks have."""
     # NCCL refuses such ranks too, but names the GPU only below the first line of its error.
     for uuid, sharing in _by_value(answers, "uuid").items():
         if uuid and len(sharing) > 1:
@@ -199,7 +215,8 @@ def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     for answer in answers:
         # A display or a monitor may take a little: only a noticeable share is named.
         used = answer.get("used_by_others", 0)
-        if used > BUSY_SHARE * answer.get("memory", 1):
+        noticeable = BUSY_SHARE * answer.get("memory", 1)
+        if used > noticeable:
             gibibytes = used / 2**30
             rank = _ranks_of([answer])
             message = f"other processes use {gibibytes:.1f} GiB of the GPU of {rank}"
@@ -249,6 +266,7 @@ def _sharing(answer: Answer) -> str:
 
 
 def _all_threads(answer: Answer) -> int:
+    """Return the CPU threads of all ranks of a host."""
     return answer["threads"] * answer["local_ranks"]
 
 
@@ -256,4 +274,5 @@ def _format_threads(answer: Answer) -> str:
     """Return the threads of a host's ranks and the cores that they share."""
     local_ranks = counted(answer["local_ranks"], "local rank")
     threads = counted(answer["threads"], "thread")
-    return f"{local_ranks} x {threads} on {counted(answer['cores'], 'core')}"
+    num_cores = counted(answer["cores"], "core")
+    return f"{local_ranks} x {threads} on {num_cores}"

@@ -35,16 +35,21 @@ class Fit:
 
     @classmethod
     def of(cls, widths: Sequence[int], sizes: Sequence[float]) -> "Fit | None":
-        """Return the fit; None if a size is not finite or zero."""
+        """Return the fit; None if a size is zero or not finite, and so has no logarithm."""
         if not all(math.isfinite(size) and size > 0 for size in sizes):
             return None
-        x = [math.log2(width) for width in widths]
-        y = [math.log2(size) for size in sizes]
-        mean_x = sum(x) / len(x)
-        mean_y = sum(y) / len(y)
-        products = [(a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)]
-        squares = [(a - mean_x) ** 2 for a in x]
-        return cls(sum(products) / sum(squares))
+        log_widths = [math.log2(width) for width in widths]
+        log_sizes = [math.log2(size) for size in sizes]
+        mean_width = sum(log_widths) / len(log_widths)
+        mean_size = sum(log_sizes) / len(log_sizes)
+        products: list[float] = []
+        squares: list[float] = []
+        for log_width, log_size in zip(log_widths, log_sizes, strict=True):
+            distance = log_width - mean_width
+            products.append(distance * (log_size - mean_size))
+            squares.append(distance**2)
+        slope = sum(products) / sum(squares)
+        return cls(slope)
 
 
 def rows(widths: Sequence[int], measured: Sequence[ActivationMeasures]) -> list[Row]:
@@ -58,25 +63,28 @@ def _row(name: str, widths: Sequence[int], measured: Sequence[ActivationMeasures
     num_steps = len(measured[0].changes)
     changes: list[list[float]] = []  # by step, the change at each width
     for step in range(num_steps):
-        changes.append([of_width.changes[step][name] for of_width in measured])
+        changes_of_step = [of_width.changes[step][name] for of_width in measured]
+        changes.append(changes_of_step)
+    initial_fit = Fit.of(widths, initial_sizes)
     fits = [Fit.of(widths, sizes) for sizes in changes]
     row: Row = {
         "activation": name,
         "initial": initial_sizes,
         "changes": changes,
-        "initial_slope": _slope(Fit.of(widths, initial_sizes)),
+        "initial_slope": _slope(initial_fit),
         "slopes": [_slope(fit) for fit in fits],
     }
     return row | _verdict(name, row)
 
 
 def _slope(fit: Fit | None) -> float | None:
+    """Return a slope as it is shown, in six digits behind the point; None without a fit."""
     return None if fit is None else round(fit.slope, 6)
 
 
 def _verdict(name: str, row: Row) -> Row:
     """Return the verdict on a row, with the reason unless it is proven."""
-    slope = row["slopes"][-1]
+    slope = row["slopes"][-1]  # after the last step
     initial_slope = row["initial_slope"]
     if slope is None:
         return {"verdict": NOT_TRIED, "why": "no change, or one that is not finite, at some width"}
@@ -93,7 +101,7 @@ def _verdict(name: str, row: Row) -> Row:
 
 
 def overall(all_rows: Sequence[Row]) -> str:
-    """Return the verdict on the whole parametrization."""
+    """Return the verdict on the whole parametrization: the worst of its activations."""
     verdicts = {row["verdict"] for row in all_rows}
     if WRONG in verdicts:
         return WRONG

@@ -19,21 +19,21 @@ from tools.verify.oracle.plain_parts import (
 from tools.verify.oracle.plain_recurrent import delta_net, mamba
 
 
-def logits(config: ModelConfig, w: Weights, tokens: Tensor) -> Tensor:
+def logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
     """Return logits [b, s, vocab] of tokens [b, s]."""
-    return of_head(config, w, hidden(config, w, tokens, []))
+    return of_head(config, weights, hidden(config, weights, tokens, []))
 
 
-def of_head(config: ModelConfig, w: Weights, x: Tensor) -> Tensor:
+def of_head(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     """Return the logits of what the head reads."""
-    weight = w["embedding.weight" if config.tied else "head.weight"]
+    weight = weights["embedding.weight" if config.tied else "head.weight"]
     weight = with_scaled_gradient(weight, config.head_grad_scale)
     return capped(F.linear(x, weight) / config.logit_divisor, config.final_softcap)
 
 
 def hidden(
     config: ModelConfig,
-    w: Weights,
+    weights: Weights,
     tokens: Tensor,
     routings: list[Routing],
     positions: Tensor | None = None,
@@ -45,19 +45,19 @@ def hidden(
     """
     if positions is None:
         positions = _places(tokens)
-    x = _embedded(config, w, tokens)
+    x = _embedded(config, weights, tokens)
     if config.positions == "learned":
-        x = x + F.embedding(positions, w["positions.weight"])
+        x = x + F.embedding(positions, weights["positions.weight"])
     if config.embedding_norm:
-        x = norm(config, w, "embedding_norm", x)
-    for n in range(config.layers):
-        x = _layer(config, w, n, x, positions, routings)
-    return norm(config, w, "final_norm", x)
+        x = norm(config, weights, "embedding_norm", x)
+    for layer in range(config.layers):
+        x = _layer(config, weights, layer, x, positions, routings)
+    return norm(config, weights, "final_norm", x)
 
 
 def ahead(
     config: ModelConfig,
-    w: Weights,
+    weights: Weights,
     x: Tensor,
     tokens: Tensor,
     targets: Tensor,
@@ -77,29 +77,29 @@ def ahead(
         name = f"mtp.{k - 1}"
         padding = torch.zeros_like(tokens[:, :k])
         shifted_tokens = torch.cat((tokens[:, k:], padding), 1)
-        embedded = _embedded(config, w, shifted_tokens[:, :length])
-        normal_embedded = norm(config, w, f"{name}.embedding_norm", embedded)
-        normal_hidden = norm(config, w, f"{name}.hidden_norm", x)
+        embedded = _embedded(config, weights, shifted_tokens[:, :length])
+        normal_embedded = norm(config, weights, f"{name}.embedding_norm", embedded)
+        normal_hidden = norm(config, weights, f"{name}.hidden_norm", x)
         joined = torch.cat((normal_embedded, normal_hidden), -1)
-        projected = linear(w, f"{name}.projection", joined)
+        projected = linear(weights, f"{name}.projection", joined)
         # a module's layer has the settings of the model's last layer, and weights of its own
-        own_weights = _renamed(w, name, f"layers.{last}")
+        own_weights = _renamed(weights, name, f"layers.{last}")
         x = _layer(config, own_weights, last, projected, _places(tokens), routings)
-        x = norm(config, w, f"{name}.final_norm", x)
+        x = norm(config, weights, f"{name}.final_norm", x)
         num_predicting = max(0, length - k)
-        module_logits = of_head(config, w, x[:, :num_predicting])
+        module_logits = of_head(config, weights, x[:, :num_predicting])
         loss = F.cross_entropy(module_logits.transpose(1, 2), targets[:, k:], reduction="none")
         losses.append(loss)
     return losses
 
 
-def _renamed(w: Weights, module: str, layer: str) -> Weights:
+def _renamed(weights: Weights, module: str, layer_name: str) -> Weights:
     """Return the weights of a module under the names of a layer."""
     renamed: dict[str, Tensor] = {}
-    for name, values in w.items():
+    for name, values in weights.items():
         if name.startswith(f"{module}."):
             own_name = name.removeprefix(f"{module}.")
-            renamed[f"{layer}.{own_name}"] = values
+            renamed[f"{layer_name}.{own_name}"] = values
     return renamed
 
 
@@ -122,57 +122,59 @@ def _places(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1]).expand_as(tokens)
 
 
-def _embedded(config: ModelConfig, w: Weights, tokens: Tensor) -> Tensor:
-    embedded = F.embedding(tokens, w["embedding.weight"]) * config.embedding_scale
+def _embedded(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
+    embedded = F.embedding(tokens, weights["embedding.weight"]) * config.embedding_scale
     return with_scaled_gradient(embedded, config.embedding_grad_scale)
 
 
 def _layer(
     config: ModelConfig,
-    w: Weights,
-    n: int,
+    weights: Weights,
+    layer: int,
     x: Tensor,
     positions: Tensor,
     routings: list[Routing],
 ) -> Tensor:
-    """Return what layer n makes of the residual stream x [b, s, hidden]: x and what its attention
+    """Return what a layer makes of the residual stream x [b, s, hidden]: x and what its attention
     and its feed-forward add, or its one branch with `hybrid_pattern`."""
-    name = f"layers.{n}"
+    name = f"layers.{layer}"
     if config.hybrid_pattern:
-        summed = x + config.branch_scale * _branch(config, w, n, x, positions, routings)
-        return summed * w[f"{name}.scalar"] if config.layer_scalar else summed
-    mix = delta_net if n in config.delta_layers else attention
-    normal = norm_if_there(config, w, f"{name}.attention_norm", x)
-    mixed = mix(config, w, n, normal, positions)
-    branch = norm_if_there(config, w, f"{name}.attention_post_norm", mixed)
+        summed = x + config.branch_scale * _branch(config, weights, layer, x, positions, routings)
+        return summed * weights[f"{name}.scalar"] if config.layer_scalar else summed
+    mix = delta_net if layer in config.delta_layers else attention
+    normal = norm_if_there(config, weights, f"{name}.attention_norm", x)
+    mixed = mix(config, weights, layer, normal, positions)
+    branch = norm_if_there(config, weights, f"{name}.attention_post_norm", mixed)
     attended = x + config.branch_scale * branch
     if not config.shared_norm:
         fed_with = x if config.parallel_residual else attended
-        normal = norm_if_there(config, w, f"{name}.mlp_norm", fed_with)
-    if config.experts and n not in config.dense_layers:
-        fed = experts(config, w, f"{name}.mlp", normal, routings)
+        normal = norm_if_there(config, weights, f"{name}.mlp_norm", fed_with)
+    if config.experts and layer not in config.dense_layers:
+        fed = experts(config, weights, f"{name}.mlp", normal, routings)
     else:
-        fed = mlp(config, w, f"{name}.mlp", normal)
-    branch = norm_if_there(config, w, f"{name}.mlp_post_norm", fed)
+        fed = mlp(config, weights, f"{name}.mlp", normal)
+    branch = norm_if_there(config, weights, f"{name}.mlp_post_norm", fed)
     summed = attended + config.branch_scale * branch
-    return summed * w[f"{name}.scalar"] if config.layer_scalar else summed
+    return summed * weights[f"{name}.scalar"] if config.layer_scalar else summed
 
 
 def _branch(
     config: ModelConfig,
-    w: Weights,
-    n: int,
+    weights: Weights,
+    layer: int,
     x: Tensor,
     positions: Tensor,
     routings: list[Routing],
 ) -> Tensor:
     """Return what the one branch of a layer of `hybrid_pattern` adds."""
-    name = f"layers.{n}"
-    letter = config.hybrid_pattern[n]
+    name = f"layers.{layer}"
+    letter = config.hybrid_pattern[layer]
     if letter == "E":
-        normal = norm(config, w, f"{name}.mlp_norm", x)
-        return experts(config, w, f"{name}.mlp", normal, routings)
+        normal = norm(config, weights, f"{name}.mlp_norm", x)
+        return experts(config, weights, f"{name}.mlp", normal, routings)
     if letter == "-":
-        return mlp(config, w, f"{name}.mlp", norm(config, w, f"{name}.mlp_norm", x))
+        return mlp(config, weights, f"{name}.mlp", norm(config, weights, f"{name}.mlp_norm", x))
     mix = mamba if letter == "M" else attention
-    return mix(config, w, n, norm(config, w, f"{name}.attention_norm", x), positions)
+    return mix(
+        config, weights, layer, norm(config, weights, f"{name}.attention_norm", x), positions
+    )

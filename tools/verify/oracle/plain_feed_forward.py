@@ -30,8 +30,9 @@ class Routing:
 
     @property
     def counts(self) -> Tensor:
-        """Return how many tokens each expert was given."""
-        return self.chosen.flatten(0, -2).sum(0)
+        """Return how many tokens each expert was given: int64 [experts]."""
+        chosen_by_token = self.chosen.flatten(0, -2)
+        return chosen_by_token.sum(0)
 
     @property
     def balance(self) -> Tensor:
@@ -43,13 +44,15 @@ class Routing:
         shares = of_experts / of_samples[:, None]
         means = self.probabilities.mean(1)
         products = shares * means
-        return products.sum(-1).mean() * num_experts
+        of_each_sample = products.sum(-1)
+        # 1 if all experts are chosen equally often
+        return of_each_sample.mean() * num_experts
 
     @property
     def z(self) -> Tensor:
         """Return the mean of the squares of the logs of the sums of exponentials of the logits."""
-        sizes = self.logits.logsumexp(-1)
-        return sizes.square().mean()
+        log_sums = self.logits.logsumexp(-1)
+        return log_sums.square().mean()
 
 
 def router_loss(config: ModelConfig, routings: Sequence[Routing]) -> Tensor:
@@ -62,12 +65,14 @@ def router_loss(config: ModelConfig, routings: Sequence[Routing]) -> Tensor:
     return total
 
 
-def mlp(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
-    """Return what a feed-forward makes of x."""
-    up = linear(w, f"{name}.up", x)
-    gate = linear(w, f"{name}.gate", x) if config.gated else None
-    inner = _xielu(w, name, up) if config.mlp == "xielu" else _activated(config, up, gate)
-    return linear(w, f"{name}.down", inner)
+def mlp(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """Return what a feed-forward makes of x [b, s, hidden], of the same shape."""
+    up = linear(weights, f"{name}.up", x)
+    gate = linear(weights, f"{name}.gate", x) if config.gated else None
+    # the one activation that has weights
+    is_xielu = config.mlp == "xielu"
+    inner = _xielu(weights, name, up) if is_xielu else _activated(config, up, gate)
+    return linear(weights, f"{name}.down", inner)
 
 
 def _activated(config: ModelConfig, up: Tensor, gate: Tensor | None) -> Tensor:
@@ -83,10 +88,10 @@ def _activated(config: ModelConfig, up: Tensor, gate: Tensor | None) -> Tensor:
     raise _unknown(config)
 
 
-def _xielu(w: Weights, name: str, up: Tensor) -> Tensor:
+def _xielu(weights: Weights, name: str, up: Tensor) -> Tensor:
     """Return xIELU of the inner features (Huang, 2024), by the numbers of the layer."""
-    of_positive = F.softplus(w[f"{name}.activation.alpha_p"])
-    of_negative = 0.5 + F.softplus(w[f"{name}.activation.alpha_n"])
+    of_positive = F.softplus(weights[f"{name}.activation.alpha_p"])
+    of_negative = 0.5 + F.softplus(weights[f"{name}.activation.alpha_n"])
     # -1e-6 as in transformers' XIELUActivation
     exponent = up.clamp(max=-1e-6)
     positive = of_positive * up.square()
@@ -95,6 +100,7 @@ def _xielu(w: Weights, name: str, up: Tensor) -> Tensor:
 
 
 def _unknown(config: ModelConfig) -> UserError:
+    """Return the error about an activation that the plain decoder does not have."""
     return UserError.of("parity.oracle_activation", mlp=config.mlp)
 
 
@@ -111,35 +117,38 @@ def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
     up = up.clamp(-limit, limit)
     scaled = config.swiglu_alpha * gate
     opening = scaled.sigmoid()
-    return (up + 1) * gate * opening
+    # as gpt-oss has it, from one on
+    shifted_up = up + 1
+    return shifted_up * gate * opening
 
 
 def experts(
-    config: ModelConfig, w: Weights, name: str, x: Tensor, routings: list[Routing]
+    config: ModelConfig, weights: Weights, name: str, x: Tensor, routings: list[Routing]
 ) -> Tensor:
-    """Return what experts make of x [b, s, hidden]. routings: receives that of this router."""
-    logits = linear(w, f"{name}.router", x)
+    """Return what experts make of x [b, s, hidden], of the same shape. routings: receives the
+    choice of this router."""
+    logits = linear(weights, f"{name}.router", x)
     by_softmax = config.router.score == "softmax"
     scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
-    correction = w.get(f"{name}.router.correction")
+    correction = weights.get(f"{name}.router.correction")
     chosen = _chosen(config, correction, scores.detach())
     total = scores.sum(-1, keepdim=True)
     probabilities = scores / total
     routings.append(Routing(chosen, probabilities, logits, correction))
-    weights = scores * chosen
+    expert_weights = scores * chosen
     if config.norm_topk:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / total
-    weights = weights * config.router.scale
+        total = expert_weights.sum(-1, keepdim=True)
+        expert_weights = expert_weights / total
+    expert_weights = expert_weights * config.router.scale
     y = torch.zeros_like(x)
     if config.shared_experts:
-        y = mlp(config, w, f"{name}.shared", x)
+        y = mlp(config, weights, f"{name}.shared", x)
     if config.shared_gate:
-        gate = linear(w, f"{name}.shared_gate", x)
+        gate = linear(weights, f"{name}.shared_gate", x)
         y = y * gate.sigmoid()
-    for n in range(config.experts):
-        weight = weights[..., [n]]
-        expert_output = mlp(config, w, f"{name}.experts.{n}", x)
+    for expert in range(config.experts):
+        weight = expert_weights[..., [expert]]
+        expert_output = mlp(config, weights, f"{name}.experts.{expert}", x)
         y = y + weight * expert_output
     return y
 

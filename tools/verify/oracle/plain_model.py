@@ -40,9 +40,11 @@ class _NotedWeights(dict[str, nn.Parameter]):
         Experts may have no token, and modules of multi-token prediction are a pass of their own.
         """
         unread = [name for name in self if name not in self.read]
-        unknown = [name for name in unread if ".experts." not in name and "mtp." not in name]
+        needed = [name for name in unread if ".experts." not in name]
+        unknown = [name for name in needed if "mtp." not in name]
         if unknown:
-            raise UserError.of("parity.oracle_unread", names=", ".join(unknown[:MOST_NAMED]))
+            names = ", ".join(unknown[:MOST_NAMED])
+            raise UserError.of("parity.oracle_unread", names=names)
 
 
 class PlainModel:
@@ -56,13 +58,15 @@ class PlainModel:
 
     def __init__(self, config: ModelConfig, weights: Tensors) -> None:
         self.config = config
-        self.dtype = next(iter(weights.values())).dtype
+        first = next(iter(weights.values()))
+        self.dtype = first.dtype
         self._weights = _NotedWeights()
         # how many tokens each expert was given, by the name of the router's correction
         self._loads: Tensors = {}
         for name, values in weights.items():
             is_trained = not is_correction(name) and not is_never_trained(name)
-            self._weights[name] = nn.Parameter(values.clone(), requires_grad=is_trained)
+            own_values = values.clone()
+            self._weights[name] = nn.Parameter(own_values, requires_grad=is_trained)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Return a context in which the model computes; it needs none."""
@@ -107,7 +111,8 @@ class PlainModel:
         logical name."""
         sharing: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, values in self._trained().items():
-            sharing.setdefault(factors[name], []).append(values)
+            parameters = sharing.setdefault(factors[name], [])
+            parameters.append(values)
         return sharing
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -124,6 +129,7 @@ class PlainModel:
         gradients: Tensors = {}
         for name, values in self._weights.items():
             gradient = self._loads[name] if is_correction(name) else values.grad
+            # an expert without tokens, or what is not trained
             if gradient is None:
                 gradient = torch.zeros_like(values)
             gradients[name] = gradient.clone()

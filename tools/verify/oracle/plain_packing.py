@@ -35,7 +35,9 @@ def packed_rows(stream: Tensor, document_lengths: list[int], seq_length: int) ->
     stream: the tokens of all documents, int64.
     """
     rows = list[PlainRow]()
-    document_starts = [sum(document_lengths[:number]) for number in range(len(document_lengths))]
+    document_starts = list[int]()
+    for number in range(len(document_lengths)):
+        document_starts.append(sum(document_lengths[:number]))
     for sample in _samples(document_lengths, document_starts, seq_length):
         tokens = torch.zeros(seq_length + 1, dtype=torch.int64)
         documents = torch.full((seq_length + 1,), NO_DOCUMENT)
@@ -47,7 +49,8 @@ def packed_rows(stream: Tensor, document_lengths: list[int], seq_length: int) ->
             # The last target of a piece is the next token of its document. The next piece of the
             # sample writes its first token over it.
             end = min(start + length + 1, document_end)
-            columns = slice(column, column + end - start)
+            num_tokens = end - start
+            columns = slice(column, column + num_tokens)
             tokens[columns] = stream[start:end]
             documents[columns] = document
             counts[columns] = 1
@@ -55,7 +58,9 @@ def packed_rows(stream: Tensor, document_lengths: list[int], seq_length: int) ->
             if start > document_start:
                 counts[column] = 0
             column += length
-        rows.append(PlainRow(tokens, documents, counts[1:]))
+        # the first token of a sample is no target
+        counts_of_targets = counts[1:]
+        rows.append(PlainRow(tokens, documents, counts_of_targets))
     return rows
 
 
@@ -74,13 +79,16 @@ def _samples(
             pieces.append(_Piece(piece_start, length, document))
     samples = list[list[_Piece]]()
     rooms = list[int]()  # tokens that each sample still has room for
-    for piece in sorted(pieces, key=lambda piece: -piece.length):
+    longest_first = sorted(pieces, key=lambda piece: -piece.length)
+    for piece in longest_first:
         fitting = [(room, number) for number, room in enumerate(rooms) if room >= piece.length]
         if not fitting:
+            room_left = seq_length - piece.length
             samples.append([piece])
-            rooms.append(seq_length - piece.length)
+            rooms.append(room_left)
             continue
         _, number = min(fitting)  # the least room; of equal ones the first sample
         samples[number].append(piece)
         rooms[number] -= piece.length
-    return sorted(sorted(sample) for sample in samples)
+    in_order_of_stream = [sorted(sample) for sample in samples]
+    return sorted(in_order_of_stream)

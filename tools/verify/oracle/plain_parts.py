@@ -11,25 +11,25 @@ Weights = Mapping[str, Tensor]
 """Weights by logical name."""
 
 
-def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
     """Return the product with a weight, and with its bias if there is one."""
-    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
-def norm(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
+def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """Return the LayerNorm or RMSNorm of x over its last dimension."""
     if not config.norm_weight:
         return divided_by_rms(x, config.norm_eps)
-    weight = w[f"{name}.weight"]
+    weight = weights[f"{name}.weight"]
     if config.norm == "layer":
-        return F.layer_norm(x, x.shape[-1:], weight, w.get(f"{name}.bias"), config.norm_eps)
+        return F.layer_norm(x, x.shape[-1:], weight, weights.get(f"{name}.bias"), config.norm_eps)
     return rms_norm(config, weight, x)
 
 
-def norm_if_there(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
+def norm_if_there(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """Return the norm of x before a branch or after it if the model has one there, otherwise x."""
     missing = "before" if name.endswith("_post_norm") else "after"
-    return x if config.norm_at == missing else norm(config, w, name, x)
+    return x if config.norm_at == missing else norm(config, weights, name, x)
 
 
 def rms_norm(config: ModelConfig, weight: Tensor, x: Tensor) -> Tensor:

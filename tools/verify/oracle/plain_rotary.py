@@ -33,11 +33,14 @@ def rotated(config: ModelConfig, x: Tensor, positions: Tensor, has_window: bool)
     first = x[..., :half].double()
     second = x[..., half:dims].double()
     turned = torch.complex(first, second) * turns
+    turned_first = turned.real.to(x)
+    turned_second = turned.imag.to(x)
     unrotated = x[..., dims:]
-    return torch.cat((turned.real.to(x), turned.imag.to(x), unrotated), -1)
+    return torch.cat((turned_first, turned_second, unrotated), -1)
 
 
 def _unscaled(base: float, half: int) -> Tensor:
+    """Return radians per position of each pair without any scaling, float64 [half]."""
     pairs = torch.arange(half, dtype=torch.float64)
     return base ** (-pairs / half)
 
@@ -47,6 +50,7 @@ def _frequencies(config: ModelConfig, half: int, length: int) -> Tensor:
     scaling = config.rope_scaling
     base = config.rope_base
     if scaling.kind == "dynamic":
+        # a text within the original length has the original base
         longer = max(1.0, length / scaling.original_max_position_embeddings)
         growth = scaling.factor * longer - scaling.factor + 1
         base *= growth ** (half / (half - 1))
@@ -54,33 +58,39 @@ def _frequencies(config: ModelConfig, half: int, length: int) -> Tensor:
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "proportional":
-        turning = math.floor(scaling.fraction * 2 * half / 2)
-        turns = torch.arange(half) < turning
-        return turns * plain / scaling.factor
+        num_turning = math.floor(scaling.fraction * 2 * half / 2)
+        is_turning = torch.arange(half) < num_turning
+        return is_turning * plain / scaling.factor
     if scaling.kind == "llama3":
-        left = _left_by_llama3(config, plain)
+        unscaled_share = _left_by_llama3(config, plain)
     elif scaling.kind == "yarn":
-        left = _left_by_yarn(config, half)
+        unscaled_share = _left_by_yarn(config, half)
     else:
         return plain
-    kept = left * plain
-    stretched = (1 - left) * plain / scaling.factor
-    return kept + stretched
+    unscaled = unscaled_share * plain
+    scaled = (1 - unscaled_share) * plain / scaling.factor
+    return unscaled + scaled
 
 
 def _left_by_llama3(config: ModelConfig, plain: Tensor) -> Tensor:
-    """Return the share of each frequency that is left as it is."""
+    """Return the share of each frequency that is left as it is, from 0 to 1, float64 [half]: all of
+    those that turn often within the original length, and none of those that turn seldom.
+
+    plain: the frequencies without any scaling.
+    """
     scaling = config.rope_scaling
     wavelengths = 2 * math.pi / plain
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
+    fewest_turns = scaling.low_freq_factor
+    most_turns = scaling.high_freq_factor
     turns = scaling.original_max_position_embeddings / wavelengths
-    share = (turns - low) / (high - low)
+    share = (turns - fewest_turns) / (most_turns - fewest_turns)
     return share.clamp(0, 1)
 
 
 def _left_by_yarn(config: ModelConfig, half: int) -> Tensor:
-    """Return the share of each frequency that is left as it is."""
+    """Return the share of each frequency that is left as it is, from 0 to 1, float64 [half]. It
+    falls evenly from the pair that turns `beta_fast` times to that which turns `beta_slow` times.
+    """
     scaling = config.rope_scaling
 
     def pair(turns: float) -> float:
@@ -94,6 +104,7 @@ def _left_by_yarn(config: ModelConfig, half: int) -> Tensor:
     if scaling.truncate:
         fast = math.floor(fast)
         slow = math.ceil(slow)
+    # as transformers bounds them: by features, of which there are twice as many as pairs
     fast = max(fast, 0)
     slow = min(slow, 2 * half - 1)
     if fast == slow:
@@ -104,7 +115,8 @@ def _left_by_yarn(config: ModelConfig, half: int) -> Tensor:
 
 
 def _yarn_factor(config: ModelConfig) -> float:
-    """Return the factor of rotated features."""
+    """Return the factor of rotated features: 1 but for YaRN, which makes logits of longer texts
+    sharper."""
     scaling = config.rope_scaling
     if scaling.kind != "yarn":
         return 1.0

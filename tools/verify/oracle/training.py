@@ -38,14 +38,18 @@ CLIPPING = "torch.nn.utils.clip_grad_norm_"
 
 
 def trained(
-    config: RunConfig, plan: Plan, weights: Tensors, make_model: MakeModel
+    config: RunConfig,
+    plan: Plan,
+    weights: Tensors,
+    make_model: MakeModel,
 ) -> tuple[Record, str]:
-    """Return the record of the run, and what trained it.
+    """Return the record of the run, and what trained it, in words.
 
     config: on one process, on tokens of `with_random_tokens`. weights: initial, of all that is
     trained, by logical name, in the dtype in which the oracle computes.
     """
-    all_weights = {**weights, **_never_trained(config.model, weights)}
+    untrained = _never_trained(config.model, weights)
+    all_weights = {**weights, **untrained}
     model = make_model(config.model, all_weights)
     factors = {name: _factors(config, name, values) for name, values in all_weights.items()}
     groups = _groups(config, model, factors)
@@ -54,13 +58,16 @@ def trained(
     rule = make_rule(config.optimizer)
     optimizer = oracles_rule.make(rule, groups, config.lr.peak)
     # as its class has them: a tensor that it lacks is not compared with itself
-    tensors: dict[str, Tensors] = {"before/weight": _wide(model.weights())}
+    before = _wide(model.weights())
+    tensors: dict[str, Tensors] = {"before/weight": before}
     steps: list[dict[str, Any]] = []
     samples: list[list[int]] = []
     run_sizes = sizes_of_steps(config.train, config.train.steps)
     # the schedule of rates is counted in samples or in steps
     in_samples = config.lr.unit == "samples"
-    length = sum(size.batch for size in run_sizes) if in_samples else config.train.steps
+    length = config.train.steps
+    if in_samples:
+        length = sum(size.batch for size in run_sizes)
     for number, batch in enumerate(_batches(config, plan)):
         completed = run_sizes[number].consumed if in_samples else number
         rate = rate_of(config.lr, completed, length)
@@ -69,20 +76,23 @@ def trained(
         optimizer.zero_grad()
         with model.computing():
             loss, z_loss = _mean_losses(config, model, batch)
-            trained_loss = loss + config.model.z_loss * z_loss + model.further_loss(batch)
+            weighted_z_loss = config.model.z_loss * z_loss
+            trained_loss = loss + weighted_z_loss + model.further_loss(batch)
             trained_loss.backward()  # type: ignore[no-untyped-call]
         gradients = _wide(model.gradients())
-        assert gradients.keys() == tensors["before/weight"].keys()
+        assert gradients.keys() == before.keys()
         tensors[f"gradient/{number}"] = gradients
         norm = _clip(config, model)
         optimizer.step()
         model.balance(config.model.router_correction_speed)
         tensors |= _states_after(number, config, model, optimizer, tensors)
-        steps.append({"loss": loss.item(), "grad_norm": norm, "lr": rate, "outcome": "applied"})
+        step = {"loss": loss.item(), "grad_norm": norm, "lr": rate, "outcome": "applied"}
+        steps.append(step)
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
-    trained_by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
+    clipped_by = f"{CLIPPING} of torch {torch.__version__}"
+    trained_by = f"{model.name}; {oracles_rule.name}, {clipped_by}"
     return record, trained_by
 
 
@@ -104,48 +114,61 @@ def _states_after(
         states[f"after/{number}/{kind}"] = {name: moments[name] for name in trained_names}
     decay = config.optimizer.ema
     if decay:
+        # the average begins with the initial weights
         before = earlier.get(f"after/{number - 1}/ema", earlier["before/weight"])
-        averages = {
-            name: decay * before[name] + (1 - decay) * values for name, values in weights.items()
-        }
+        averages: Tensors = {}
+        for name, values in weights.items():
+            averages[name] = decay * before[name] + (1 - decay) * values
         states[f"after/{number}/ema"] = averages
     return states
 
 
 def _never_trained(model: ModelConfig, beside: Tensors) -> Tensors:
     """Return the weights that no run trains, as they begin, in the dtype of those beside them."""
-    dtype = next(iter(beside.values())).dtype
-    return {
-        name: torch.ones(shape, dtype=dtype)
-        for name, shape in logical_shapes(model).items()
-        if is_never_trained(name)
-    }
+    first, *_ = beside.values()
+    weights: Tensors = {}
+    for name, shape in logical_shapes(model).items():
+        if is_never_trained(name):
+            weights[name] = torch.ones(shape, dtype=first.dtype)
+    return weights
 
 
 def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors that a run trains, in float64."""
-    return {name: values.double() for name, values in tensors.items() if not is_never_trained(name)}
+    wide: Tensors = {}
+    for name, values in tensors.items():
+        if not is_never_trained(name):
+            wide[name] = values.double()
+    return wide
 
 
 def _factors(config: RunConfig, name: str, values: Tensor) -> tuple[float, float]:
     """Return the factors of learning rate and weight decay of a logical tensor."""
     is_matrix = values.dim() >= 2
+    # of several patterns that match the first one counts
     for group in config.optimizer.groups:
         if fnmatchcase(name, group.pattern):
             lr = 1.0 if group.lr is None else group.lr
             decay = 1.0 if group.weight_decay is None else group.weight_decay
-            return lr, decay if is_matrix or group.all_dims else 0.0
-    return 1.0, float(is_matrix)
+            if not is_matrix and not group.all_dims:
+                decay = 0.0
+            return lr, decay
+    return 1.0, 1.0 if is_matrix else 0.0
 
 
 def _groups(
     config: RunConfig, model: OracleModel, factors: Mapping[str, tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """Return the groups of parameters of torch's optimizer."""
+    """Return the groups of parameters of torch's optimizer.
+
+    factors: of learning rate and weight decay, by logical name.
+    """
     groups: list[dict[str, Any]] = []
-    for (rate, decay), parameters in model.parameters_by_factors(factors).items():
+    parameters_by_factors = model.parameters_by_factors(factors)
+    for (rate, decay), parameters in parameters_by_factors.items():
         weight_decay = config.optimizer.weight_decay * decay
-        groups.append({"params": parameters, "factor": rate, "weight_decay": weight_decay})
+        group = {"params": parameters, "factor": rate, "weight_decay": weight_decay}
+        groups.append(group)
     return groups
 
 
@@ -166,12 +189,16 @@ def _mean_losses(
     total = torch.zeros((), dtype=model.dtype)
     z_total = torch.zeros((), dtype=model.dtype)
     for rows, columns in _pieces(config, batch):
-        logits = model.logits(batch.tokens[rows, columns], batch.positions[rows, columns])
+        tokens = batch.tokens[rows, columns]
+        positions = batch.positions[rows, columns]
+        logits = model.logits(tokens, positions)
         targets = batch.targets[rows, columns].flatten()
         rows_of_logits = logits.flatten(0, 1)
         losses = F.cross_entropy(rows_of_logits, targets, reduction="none")
-        squares = rows_of_logits.logsumexp(-1).square()
-        counts = batch.counts[rows, columns].flatten().to(model.dtype)
+        log_sums = rows_of_logits.logsumexp(-1)
+        squares = log_sums.square()
+        counts = batch.counts[rows, columns].flatten()
+        counts = counts.to(model.dtype)
         total = total + losses @ counts
         z_total = z_total + squares @ counts
     num_counted = batch.counts.sum().to(model.dtype)
@@ -187,10 +214,12 @@ def _pieces(config: RunConfig, batch: OracleBatch) -> Iterator[tuple[slice, slic
         return
     for sample in range(samples):
         _, lengths = batch.documents[sample].unique_consecutive(return_counts=True)
+        row = slice(sample, sample + 1)
         begin = 0
         for document_length in lengths.tolist():
-            yield slice(sample, sample + 1), slice(begin, begin + document_length)
-            begin += document_length
+            end = begin + document_length
+            yield row, slice(begin, end)
+            begin = end
 
 
 def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
@@ -210,17 +239,19 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
         counts = torch.stack([row.counts for row in rows])
         if chosen.mask is not None:
             counts = counts * chosen.mask
+        of_inputs = documents[:, :-1]
         if config.data.eod_mask_loss:
             # the first token of a document is no target, whatever the run's mask says of it
-            counts = counts * (documents[:, 1:] == documents[:, :-1])
+            counts = counts * (documents[:, 1:] == of_inputs)
         # with train.seq_schedule each sample is cut into sequences that follow each other
         tokens = windows[:, :-1].reshape(-1, size.length)
         targets = windows[:, 1:].reshape(-1, size.length)
         counts = counts.reshape(-1, size.length)
-        own_documents = documents[:, :-1].reshape(-1, size.length)
-        positions = torch.arange(size.length).expand(len(tokens), -1)
+        own_documents = of_inputs.reshape(-1, size.length)
         if config.data.reset_position_ids:
             positions = _within_documents(own_documents)
+        else:
+            positions = torch.arange(size.length).expand(len(tokens), -1)
         yield OracleBatch(ids, tokens, targets, counts, own_documents, positions)
 
 
@@ -257,17 +288,25 @@ def _held_at(consumed: int, changes: Iterable[tuple[int, int]], constant: int) -
 
 
 def _rows(config: RunConfig, document_lengths: Any) -> Callable[[int], PlainRow]:
-    """Return a function that gives the row of a sample, by its number."""
+    """Return a function that gives the row of a sample, by its number.
+
+    document_lengths: tokens of each document of the token file, an array of int64.
+    """
     (source,) = config.data.sources
-    stream = torch.from_numpy(np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE).astype(np.int64))
+    stored = np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE)
+    stream = torch.from_numpy(stored.astype(np.int64))
     length = config.train.seq_length
     if config.data.pack != "none":
-        return packed_rows(stream, document_lengths.tolist(), length).__getitem__
+        rows = packed_rows(stream, document_lengths.tolist(), length)
+        return rows.__getitem__
     document_of = torch.repeat_interleave(torch.from_numpy(document_lengths))
+    # random windows begin at any token
     stride = 1 if config.data.windows == "random" else length
 
     def window(sample: int) -> PlainRow:
-        cut = slice(sample * stride, sample * stride + length + 1)
+        """Return the tokens of a sample, one more than its length, and their documents."""
+        begin = sample * stride
+        cut = slice(begin, begin + length + 1)
         return PlainRow(stream[cut], document_of[cut], torch.ones(length))
 
     return window
@@ -275,9 +314,11 @@ def _rows(config: RunConfig, document_lengths: Any) -> Callable[[int], PlainRow]
 
 def _within_documents(documents: Tensor) -> Tensor:
     """Return the place of each token since its document, or the sample, began."""
-    places = torch.arange(documents.shape[1]).expand_as(documents)
+    length = documents.shape[1]
+    places = torch.arange(length).expand_as(documents)
     is_first = documents != documents.roll(1, 1)
     is_first[:, 0] = True
     # the place of the newest first token up to each token
-    begin_of_document = (places * is_first).cummax(1).values
+    first_places = places * is_first
+    begin_of_document = first_places.cummax(1).values
     return places - begin_of_document

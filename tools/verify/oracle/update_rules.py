@@ -22,7 +22,9 @@ class PlainLion(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+        # of groups that do not say their own
+        defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -33,12 +35,14 @@ class PlainLion(torch.optim.Optimizer):
                     self._step(weights, group)
 
     def _step(self, weights: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter and its momentum in place."""
+        """Update one parameter and its momentum in place. group: its settings."""
         beta_of_step, beta_of_momentum = group["betas"]
         state = self.state[weights]
+        # the name that the momentum of torch's AdamW has
         momentum = state.get("exp_avg", torch.zeros_like(weights))
         gradient = weights.grad
-        direction = torch.sign(beta_of_step * momentum + (1 - beta_of_step) * gradient)
+        mixed = beta_of_step * momentum + (1 - beta_of_step) * gradient
+        direction = torch.sign(mixed)
         decayed = direction + group["weight_decay"] * weights
         weights -= group["lr"] * decayed
         state["exp_avg"] = beta_of_momentum * momentum + (1 - beta_of_momentum) * gradient
@@ -82,4 +86,5 @@ ORACLE_RULES = {
 def oracle_rule(settings: Optimizer) -> OracleRule | None:
     """Return the rule by which an oracle updates where a run does by that of [optimizer]; None if
     it has none."""
-    return ORACLE_RULES.get(settings.name.lower())
+    name = settings.name.lower()
+    return ORACLE_RULES.get(name)

@@ -131,7 +131,9 @@ class BorderRecorder:
         self.tp = tp_axis
         self.cp = cp
         self.rank = rank
-        self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
+        features = torch.arange(size.hidden)
+        direction = normal(key(0, "parity borders"), features)
+        self.direction = direction.double()
         self.ones = torch.ones(1, dtype=torch.float64)
         # all layouts record the positions that it divides, wherever these lie
         most_tokens = max(step.batch * step.length for step in size.steps)
@@ -144,7 +146,8 @@ class BorderRecorder:
         for stage in stages:
             trace_modules({"": stage}, self._end_stage, self._begin_stage)
             for axis, shard in _tp_shards(stage, tp_axis):
-                modules = {name: module for module, name in name_modules(shard).items()}
+                name_of_module = name_modules(shard)
+                modules = {name: module for module, name in name_of_module.items()}
                 enter = partial(self._enter_module, axis)
                 leave = partial(self._leave_module, axis)
                 trace_modules(modules, leave, enter, self.active_modules)
@@ -164,9 +167,11 @@ class BorderRecorder:
         # embedding for the second time.
         embedded = 0 if is_first_stage else 1
         step = microbatch.step - self.size.first
-        stage_call = _StageCall(step, microbatch.samples.tolist(), embedded=embedded)
+        samples = microbatch.samples.tolist()
+        stage_call = _StageCall(step, samples, embedded=embedded)
         self._stage_call = stage_call
-        self._samples.setdefault(step, set()).update(stage_call.samples)
+        samples_of_step = self._samples.setdefault(step, set())
+        samples_of_step.update(samples)
         if is_first_stage:
             self.passed.setdefault(TOKENS_IN, "")
             token_ids = stage_input.unsqueeze(-1)
@@ -179,7 +184,8 @@ class BorderRecorder:
         self._stage_call = None
 
     def _enter_module(self, tp_axis: Axis, name: str, args: Sequence[Any], kwargs: object) -> None:
-        self._pass_border(tp_axis, f"{name}>in", args[0] if args else None)
+        activation = args[0] if args else None
+        self._pass_border(tp_axis, f"{name}>in", activation)
 
     def _leave_module(self, tp_axis: Axis, name: str, output: Any) -> None:
         # a layer may return more than its activation
@@ -194,12 +200,14 @@ class BorderRecorder:
         if not self._is_residual(activation, tp_axis, stage_call):
             return
         earlier_calls = stage_call.embedded if border == EMBEDDED else 0
-        count = stage_call.counts.get((tp_axis.rank, border), earlier_calls) + 1
-        stage_call.counts[tp_axis.rank, border] = count
+        border_of_rank = (tp_axis.rank, border)
+        count = 1 + stage_call.counts.get(border_of_rank, earlier_calls)
+        stage_call.counts[border_of_rank] = count
         label = border if count == 1 else f"{border} {count}"
         # one tensor is often the output of a module and the input of the next: recorded once
-        if id(activation) in stage_call.seen_tensors:
-            self.passed.setdefault(label, stage_call.seen_tensors[id(activation)].border)
+        seen = stage_call.seen_tensors.get(id(activation))
+        if seen is not None:
+            self.passed.setdefault(label, seen.border)
             return
         self.passed.setdefault(label, "")
         stage_call.seen_tensors[id(activation)] = _SeenTensor(activation, label)
@@ -226,7 +234,8 @@ class BorderRecorder:
 
     def _local_length(self, stage_call: _StageCall) -> int:
         """Return the tokens of a sequence that this rank of cp has."""
-        return self.size.steps[stage_call.step].length // self.cp.size
+        step_size = self.size.steps[stage_call.step]
+        return step_size.length // self.cp.size
 
     @torch.no_grad()
     def _record(
@@ -244,22 +253,26 @@ class BorderRecorder:
         if len(activation) != local_length:
             token_positions = tp_axis.chunk(token_positions)  # the sequence is cut over tp
         is_recorded = token_positions % self.stride == 0
-        features = activation.detach()[is_recorded.to(activation.device)].double()
-        products = features @ direction.to(activation.device)
+        on_device = is_recorded.to(activation.device)
+        features = activation.detach()[on_device].double()
+        products = features @ direction.to(activation.device)  # [positions, b]
         recorded_key = (*border, stage_call.step, tp_axis.rank)
         if recorded_key not in self._recorded:
-            shape = (self.size.steps[stage_call.step].batch, len(products))
+            step_size = self.size.steps[stage_call.step]
+            shape = (step_size.batch, len(products))
             values = torch.full(shape, torch.nan, dtype=torch.float64)
             recorded_positions = token_positions[is_recorded].tolist()
             self._recorded[recorded_key] = _Recorded(recorded_positions, values)
-        self._recorded[recorded_key].values[stage_call.samples] = products.t().cpu()
+        recorded = self._recorded[recorded_key]
+        recorded.values[stage_call.samples] = products.t().cpu()
 
     def border_values(self) -> Iterator[tuple[Border, BorderValues]]:
         """Return the values of each border that has a tensor of its own, step by step. If each
         virtual rank has a part of the sequence, the parts are joined; else the first one counts."""
         by_step: dict[tuple[Border, int], list[_Recorded]] = {}
-        for (kind, border, step, _), recorded in self._recorded.items():
-            by_step.setdefault(((kind, border), step), []).append(recorded)
+        for (kind, name, step, _), recorded in self._recorded.items():
+            border = (kind, name)
+            by_step.setdefault((border, step), []).append(recorded)
         for (border, step), of_virtual_ranks in by_step.items():
             first, *others = of_virtual_ranks
             # Each virtual rank saw the full sequence. Otherwise it was cut over them, and their
@@ -267,18 +280,22 @@ class BorderRecorder:
             if all(recorded.positions == first.positions for recorded in others):
                 of_virtual_ranks = [first]
             token_positions: list[int] = []
+            parts: list[Tensor] = []
             for recorded in of_virtual_ranks:
                 token_positions += recorded.positions
-            values = torch.cat([recorded.values for recorded in of_virtual_ranks], dim=1)
+                parts.append(recorded.values)
+            values = torch.cat(parts, dim=1)
             samples = sorted(self._samples[step])
-            yield border, BorderValues(self.rank, step, samples, token_positions, values[samples])
+            of_samples = values[samples]
+            yield border, BorderValues(self.rank, step, samples, token_positions, of_samples)
 
 
 def _tp_shards(stage: nn.Module, tp_axis: Axis) -> list[tuple[Axis, nn.Module]]:
     """Return the tensor-parallel ranks of a stage on this process, each with its part: the virtual
     ones, if any."""
     if isinstance(stage, VirtualStage):
-        return [*zip(stage.lockstep.axes, stage.shards, strict=True)]
+        shards = zip(stage.lockstep.axes, stage.shards, strict=True)
+        return [*shards]
     return [(tp_axis, stage)]
 
 

@@ -112,21 +112,23 @@ class Noise:
     def values(self, reference: Record, read: Callable[[Record], Value]) -> ReferenceValues[Value]:
         """Return what `read` returns of the reference and of the runs of this noise."""
         return ReferenceValues(
-            read(reference),
-            read(self.perturbed_run) if self.perturbed_run else None,
-            read(self.float64_run) if self.float64_run else None,
-            [read(perturbed_draw) for perturbed_draw in self.perturbed_draws],
-            read(self.unmoved_run) if self.unmoved_run else None,
+            reference=read(reference),
+            perturbed=read(self.perturbed_run) if self.perturbed_run else None,
+            float64=read(self.float64_run) if self.float64_run else None,
+            draws=[read(perturbed_draw) for perturbed_draw in self.perturbed_draws],
+            unmoved=read(self.unmoved_run) if self.unmoved_run else None,
         )
 
     def number_bound(self, numbers: ReferenceValues[float]) -> float:
-        """Return the bound of a number."""
+        """Return the bound of a number, relative to it."""
         if self.exact:
             return 0.0
         if numbers.float64 is not None:
             errors = [relative_error(numbers.reference, numbers.float64)]
-            errors += [relative_error(draw, numbers.measured_from) for draw in numbers.draws]
-            return LOW_PRECISION_SLACK * max(self.epsilon, *errors)
+            for draw in numbers.draws:
+                errors.append(relative_error(draw, numbers.measured_from))
+            largest_error = max(self.epsilon, *errors)
+            return LOW_PRECISION_SLACK * largest_error
         if numbers.perturbed is not None:
             error = relative_error(numbers.perturbed, numbers.measured_from)
             return max(FLOAT64_TOLERANCE, FLOAT64_SLACK * error)
@@ -141,10 +143,11 @@ class Noise:
         if tensors.float64 is not None:
             return self._low_precision_bounds(tensors, tensors.float64, scales)
         errors = _tensor_errors(tensors.measured_from, tensors.perturbed or {}, scales)
-        return {
-            tensor_name: max(FLOAT64_TOLERANCE, FLOAT64_SLACK * errors.get(tensor_name, 0.0))
-            for tensor_name in tensors.reference
-        }
+        bounds: dict[str, float] = {}
+        for tensor_name in tensors.reference:
+            error = errors.get(tensor_name, 0.0)
+            bounds[tensor_name] = max(FLOAT64_TOLERANCE, FLOAT64_SLACK * error)
+        return bounds
 
     def _low_precision_bounds(
         self, tensors: ReferenceValues[Tensors], float64: Tensors, scales: Mapping[str, float]
@@ -161,15 +164,17 @@ class Noise:
         in_low_precision += [(tensors.measured_from, draw) for draw in tensors.draws]
         for wide, narrow in in_low_precision:
             errors = _tensor_errors(wide, narrow, scales)
-            common_error = max(common_error, _root_mean_square(errors.values()))
+            typical_error = _root_mean_square(errors.values())
+            common_error = max(common_error, typical_error)
             for tensor_name, error in errors.items():
                 tensor_kind = _tensor_kind(tensor_name)
                 largest[tensor_kind] = max(error, largest.get(tensor_kind, 0.0))
         least_bound = max(LOW_PRECISION_SLACK * common_error, self.routing_bound)
         bounds: dict[str, float] = {}
         for tensor_name in tensors.reference:
-            kind_bound = LOW_PRECISION_SLACK * largest.get(_tensor_kind(tensor_name), 0.0)
-            bounds[tensor_name] = max(least_bound, kind_bound)
+            tensor_kind = _tensor_kind(tensor_name)
+            kind_error = largest.get(tensor_kind, 0.0)
+            bounds[tensor_name] = max(least_bound, LOW_PRECISION_SLACK * kind_error)
         return bounds
 
     @property
@@ -199,7 +204,9 @@ def relative_error(candidate: float, reference: float) -> float:
     """Return the error of `candidate` relative to `reference`. NaN equals NaN."""
     if candidate == reference or (math.isnan(candidate) and math.isnan(reference)):
         return 0.0
-    return abs(candidate - reference) / max(abs(reference), SMALLEST_ERROR)
+    difference = abs(candidate - reference)
+    size = max(abs(reference), SMALLEST_ERROR)
+    return difference / size
 
 
 def tensor_error(candidate: Tensor, reference: Tensor, scale: float) -> float:
@@ -207,7 +214,8 @@ def tensor_error(candidate: Tensor, reference: Tensor, scale: float) -> float:
     if one is NaN."""
     if torch.equal(candidate, reference):
         return 0.0
-    error = (candidate - reference).norm().item() / scale
+    difference = candidate - reference
+    error = difference.norm().item() / scale
     return math.inf if math.isnan(error) else max(error, SMALLEST_ERROR)
 
 
@@ -215,11 +223,12 @@ def _tensor_errors(
     reference: Tensors, candidate: Tensors, scales: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the error of each tensor of `candidate` that is in `reference`, in its order."""
-    return {
-        tensor_name: tensor_error(tensor, reference[tensor_name], scales[tensor_name])
-        for tensor_name, tensor in candidate.items()
-        if tensor_name in reference
-    }
+    errors: dict[str, float] = {}
+    for tensor_name, tensor in candidate.items():
+        if tensor_name in reference:
+            scale = scales[tensor_name]
+            errors[tensor_name] = tensor_error(tensor, reference[tensor_name], scale)
+    return errors
 
 
 def error_scales(tensors: Tensors) -> dict[str, float]:
@@ -229,8 +238,9 @@ def error_scales(tensors: Tensors) -> dict[str, float]:
     scales: dict[str, float] = {}
     for tensor_name, tensor in tensors.items():
         least_norm = MIN_NORM_FRACTION * average * math.sqrt(tensor.numel())
+        norm = tensor.norm().item()
         # 1 if all tensors are zero, so that an error can be divided by it
-        scales[tensor_name] = max(tensor.norm().item(), least_norm) or 1.0
+        scales[tensor_name] = max(norm, least_norm) or 1.0
     return scales
 
 
@@ -248,11 +258,14 @@ def rounding_mask(reference: Tensor, perturbed: Tensor) -> Tensor:
     element that is zero in both runs is a true zero, as of a token that never occurs, unless its
     entire tensor is rounding error.
     """
-    rounding_limit = FLOAT64_SLACK * (perturbed - reference).square().mean().sqrt()
+    changes = perturbed - reference
+    typical_change = changes.square().mean().sqrt()
+    rounding_limit = FLOAT64_SLACK * typical_change
     is_small = reference.abs() <= rounding_limit
     if rounding_limit > 0 and is_small.all():
         return is_small
-    return is_small & ~((reference == 0) & (perturbed == 0))
+    is_true_zero = (reference == 0) & (perturbed == 0)
+    return is_small & ~is_true_zero
 
 
 def count_rounding_elements(reference: Record, perturbed_run: Record) -> dict[str, int]:
@@ -276,6 +289,7 @@ def count_rounding_elements(reference: Record, perturbed_run: Record) -> dict[st
 
 
 def _rounding_masks(reference: Tensors, perturbed_run: Tensors) -> Tensors:
+    """Return the mask of `rounding_mask` of each gradient of a step, by name."""
     return {
         tensor_name: rounding_mask(gradient, perturbed_run[tensor_name])
         for tensor_name, gradient in reference.items()
@@ -303,10 +317,12 @@ def undetermined(reference: Record, noise: Noise, step: int) -> Tensors:
         if gradients is None or after is None:  # a skipped step
             continue
         perturbed = noise.perturbed_run.tensors[f"gradient/{number}"]
-        for tensor_name, mask in _rounding_masks(gradients, perturbed).items():
-            moved = (after[tensor_name] - before[tensor_name]).abs()
+        masks_of_step = _rounding_masks(gradients, perturbed)
+        for tensor_name, mask in masks_of_step.items():
+            change = after[tensor_name] - before[tensor_name]
+            earlier_distance = distances.get(tensor_name, 0.0)
             masks[tensor_name] = masks.get(tensor_name, mask) & mask
-            distances[tensor_name] = distances.get(tensor_name, 0.0) + 2 * moved
+            distances[tensor_name] = earlier_distance + 2 * change.abs()
         before = after
     return {name: distances[name] * mask for name, mask in masks.items() if mask.any()}
 
@@ -337,16 +353,21 @@ def count_zeros(gradients: Tensors, reference: Tensors, perturbed_run: Tensors |
     count = 0
     for tensor_name, gradient in gradients.items():
         if tensor_name in rounding_masks:
-            count += int(((gradient == 0) & ~rounding_masks[tensor_name]).sum())
+            is_rounding = rounding_masks[tensor_name]
+            is_true_zero = (gradient == 0) & ~is_rounding
+            count += int(is_true_zero.sum())
     return count
 
 
 def _tensor_kind(tensor_name: str) -> str:
     """Return the kind of the tensor, which is the same in all layers. All tensors of experts are of
     one kind."""
-    return EXPERTS if EXPERTS in tensor_name else re.sub(r"\d+", "N", tensor_name)
+    if EXPERTS in tensor_name:
+        return EXPERTS
+    return re.sub(r"\d+", "N", tensor_name)
 
 
 def _root_mean_square(errors: Iterable[float]) -> float:
-    all_errors = list(errors)
-    return math.sqrt(sum(error * error for error in all_errors) / max(1, len(all_errors)))
+    """Return the root of the mean of the squares; 0 of no errors."""
+    squares = [error * error for error in errors]
+    return math.sqrt(sum(squares) / max(1, len(squares)))

@@ -52,14 +52,16 @@ def causes_not_tried(reason: str) -> list[Cause]:
 def judge(spike: RecordedSpike, seen: Examination) -> list[Cause]:
     """Return the verdicts on all causes of a spike that was repeated."""
     hardware = _hardware(spike, seen)
-    if not is_above(seen.again, spike) and hardware.verdict != "proven":
+    spikes_again = is_above(seen.again, spike)
+    if not spikes_again and hardware.verdict != "proven":
         return [*_all_but_hardware("not tried", hardware.evidence), hardware]
-    if not is_above(seen.again, spike):
+    if not spikes_again:
         is_ordinary = f"the step repeated is ordinary: {_in_words(seen.again)}"
         return [*_all_but_hardware("wrong", is_ordinary), hardware]
     if are_above(seen.others, spike):
         num_spiking = sum(is_above(other, spike) for other in seen.others)
-        of_others = f"{num_spiking} of {counted(len(seen.others), 'other batch', 'es')}"
+        num_others = counted(len(seen.others), "other batch", "es")
+        of_others = f"{num_spiking} of {num_others}"
         others_spike = f"{of_others} spike at the same weights: {_list(seen.others)}"
         return [
             Cause("data", "wrong", others_spike),
@@ -71,7 +73,8 @@ def judge(spike: RecordedSpike, seen: Examination) -> list[Cause]:
         reason = "no batch of the same size follows, with which it could be compared"
         return [*_all_but_hardware("not tried", reason), hardware]
     others_ordinary = f"other batches at the same weights are ordinary: {_list(seen.others)}"
-    learning_rate = Cause("learning rate", "wrong", f"{_rates(spike)}, but {others_ordinary}")
+    rates_and_others = f"{_rates(spike)}, but {others_ordinary}"
+    learning_rate = Cause("learning rate", "wrong", rates_and_others)
     data = _data(spike, seen)
     batch = _batch(spike, data, others_ordinary)
     return [data, learning_rate, batch, hardware]
@@ -85,12 +88,14 @@ def _all_but_hardware(verdict: Verdict, evidence: str) -> list[Cause]:
 def _hardware(spike: RecordedSpike, seen: Examination) -> Cause:
     """Return the verdict on hardware: proven if the recorded step spikes and the repeated one, of
     the same weights and samples, does not."""
-    recorded = _in_words(BatchNumbers(spike.numbers.loss, spike.numbers.norm))
+    recorded_numbers = BatchNumbers(spike.numbers.loss, spike.numbers.norm)
+    recorded = _in_words(recorded_numbers)
     evidence = f"recorded {recorded}; repeated {_in_words(seen.again)}"
     if is_above(seen.again, spike):
         return Cause("hardware", "wrong", evidence)
     if seen.changed_data:
-        reason = f"the data are not those of the run: {seen.changed_data[0]}"
+        first_change = seen.changed_data[0]
+        reason = f"the data are not those of the run: {first_change}"
         return Cause("hardware", "not tried", reason)
     if seen.departed is not None:
         evidence += f"; recorded numbers are others than repeated ones from step {seen.departed} on"
@@ -110,9 +115,10 @@ def _learning_rate(spike: RecordedSpike, seen: Examination, others_spike: str) -
         may_be_raised = spike.usual_lr is None or spike.highest_lr > RAISED * spike.usual_lr
         verdict: Verdict = "not tried" if may_be_raised else "wrong"
         return Cause("learning rate", verdict, f"{rates}: {seen.not_held}")
-    usual_rate = f"{seen.held.rate:.3g} from step {seen.held.since} on"
-    repeated = f"repeated with {usual_rate}: {_in_words(seen.held.numbers)}"
-    if is_above(seen.held.numbers, spike):
+    held = seen.held  # the repetition in which the rate was held at the usual one
+    usual_rate = f"{held.rate:.3g} from step {held.since} on"
+    repeated = f"repeated with {usual_rate}: {_in_words(held.numbers)}"
+    if is_above(held.numbers, spike):
         return Cause("learning rate", "wrong", f"{rates}; {repeated}, which spikes too")
     return Cause("learning rate", "proven", f"{rates}; {repeated}; {others_spike}")
 
@@ -131,8 +137,9 @@ def _data(spike: RecordedSpike, seen: Examination) -> Cause:
     document = _shared_document(seen)
     if document is not None:
         return Cause("data", "proven", f"{line}; document {document} is in all of them")
-    few = max(1.0, MOST_OF_A_BATCH * seen.num_samples)
-    if seen.num_high > few:
+    # one sample is always few
+    most_few = max(1.0, MOST_OF_A_BATCH * seen.num_samples)
+    if seen.num_high > most_few:
         return Cause("data", "wrong", f"{line}; that is not a few but the batch")
     return Cause("data", "proven", line)
 
@@ -144,6 +151,7 @@ def _shared_document(seen: Examination) -> int | None:
     for sample in seen.outliers:
         numbers = {document.number for document in sample.documents}
         documents_of_samples.append(numbers)
+    # of many that stand out not all are named
     are_all_named = len(seen.outliers) >= seen.num_high
     if len(documents_of_samples) < 2 or not are_all_named:
         return None
@@ -166,6 +174,7 @@ def _batch(spike: RecordedSpike, data: Cause, others_ordinary: str) -> Cause:
 
 
 def _rates(spike: RecordedSpike) -> str:
+    """Return the learning rate of a spike beside those before it, in words."""
     if spike.usual_lr is None:
         return f"learning rate {spike.lr:.3g}"
     return (
@@ -175,10 +184,12 @@ def _rates(spike: RecordedSpike) -> str:
 
 
 def _in_words(numbers: BatchNumbers) -> str:
+    """Return the loss and the gradient norm of a batch."""
     return f"loss {numbers.loss:.4g}, gradient norm {numbers.norm:.3g}"
 
 
 def _list(others: Sequence[BatchNumbers]) -> str:
-    losses = ", ".join(f"{numbers.loss:.4g}" for numbers in others)
-    norms = ", ".join(f"{numbers.norm:.3g}" for numbers in others)
-    return f"losses {losses}, norms {norms}"
+    """Return the losses and the gradient norms of several batches."""
+    losses = [f"{numbers.loss:.4g}" for numbers in others]
+    norms = [f"{numbers.norm:.3g}" for numbers in others]
+    return f"losses {', '.join(losses)}, norms {', '.join(norms)}"

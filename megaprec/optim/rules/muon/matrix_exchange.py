@@ -71,7 +71,9 @@ class HeldSpan(NamedTuple):
     @property
     def sent_span(self) -> slice:
         """Return the positions of the sent elements among those that the rank holds."""
-        return slice(self.sent_start - self.start, self.sent_stop - self.start)
+        begin = self.sent_start - self.start
+        end = self.sent_stop - self.start
+        return slice(begin, end)
 
     @property
     def matrix_slice(self) -> MatrixSlice:
@@ -128,8 +130,9 @@ class MatrixExchange:
         self._spans: list[list[list[HeldSpan]]] = []
         for buffer in range(num_buffers):
             in_buffer: list[list[HeldSpan]] = []
-            for spans in spans_by_rank:
-                in_buffer.append([span for span in spans if span.buffer == buffer])
+            for spans_of_rank in spans_by_rank:
+                held = [span for span in spans_of_rank if span.buffer == buffer]
+                in_buffer.append(held)
             self._spans.append(in_buffer)
 
     def start_collect(
@@ -147,7 +150,8 @@ class MatrixExchange:
         local_rank = self.stage.rank
         # [rank]: the tensors for it
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
-        for span, elements in zip(self._spans[buffer][local_rank], values, strict=True):
+        local_spans = self._spans[buffer][local_rank]
+        for span, elements in zip(local_spans, values, strict=True):
             owner = self.owners[span.matrix]
             outgoing[owner].append(elements[span.sent_span])
         incoming: list[list[HeldSpan]] = []  # [rank]: what comes from it
@@ -182,11 +186,14 @@ class MatrixExchange:
         flat_slices: dict[MatrixSlice, Tensor] = {}
 
         def results_for(span: HeldSpan) -> Tensor:
+            """Return the results for the elements of a span, flat."""
             matrix_slice = span.matrix_slice
             if matrix_slice not in flat_slices:
                 part = self._part_of(matrix_slice)
-                flat_slices[matrix_slice] = part.take(results[span.matrix]).reshape(-1)
-            return flat_slices[matrix_slice][span.start : span.stop]
+                values_of_slice = part.take(results[span.matrix])
+                flat_slices[matrix_slice] = values_of_slice.reshape(-1)
+            flat = flat_slices[matrix_slice]
+            return flat[span.start : span.stop]
 
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = []
@@ -214,7 +221,8 @@ class MatrixExchange:
         exchanges of a step."""
         by_slice: dict[MatrixSlice, list[ReceivedElements]] = defaultdict(list)
         for elements in received:
-            by_slice[elements.span.matrix_slice].append(elements)
+            matrix_slice = elements.span.matrix_slice
+            by_slice[matrix_slice].append(elements)
         # empty, for every element is received: `_require_complete` has counted them
         matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
         for matrix_slice, elements_of_slice in by_slice.items():
@@ -223,7 +231,8 @@ class MatrixExchange:
             flat = self._empty.new_empty(num_elements)
             for span, values in elements_of_slice:
                 flat[span.sent_start : span.sent_stop] = values
-            target = part.take(matrices[matrix_slice.matrix])
+            matrix = matrices[matrix_slice.matrix]
+            target = part.take(matrix)  # a view of the matrix
             target.copy_(flat.view(part.local))
         return matrices
 
@@ -273,8 +282,8 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
     owners = [0] * len(costs)
     loads = [0.0] * ranks  # cost so far
     # `sorted` and `min` keep the order of what is equal, so that all ranks choose alike
-    by_cost = sorted(range(len(costs)), key=lambda matrix: -costs[matrix])
-    for matrix in by_cost:
+    most_expensive_first = sorted(range(len(costs)), key=lambda matrix: -costs[matrix])
+    for matrix in most_expensive_first:
         owner = min(range(ranks), key=loads.__getitem__)
         owners[matrix] = owner
         loads[owner] += costs[matrix]
@@ -303,15 +312,17 @@ def _gather_spans(
     height = int(stage.max_(num_rows))
     table = rows.new_zeros(height, width)
     table[: len(rows)] = rows
-    tables = stage.gather(table).view(stage.size, height, width).tolist()
+    gathered = stage.gather(table).view(stage.size, height, width)
     spans_by_rank: list[list[HeldSpan]] = []
-    for header_of_rank, *rows_of_rank in tables:
+    for header_of_rank, *rows_of_rank in gathered.tolist():
         fingerprint_of_rank, num_spans, *_ = header_of_rank
         if fingerprint_of_rank != fingerprint:
             raise RuntimeError(
                 "the ranks of a stage hold different matrices, or hold them in different buffers"
             )
-        spans_by_rank.append([HeldSpan(*row) for row in rows_of_rank[:num_spans]])
+        # rows beyond these are zeros that fill up the table
+        spans_of_rank = [HeldSpan(*row) for row in rows_of_rank[:num_spans]]
+        spans_by_rank.append(spans_of_rank)
     return spans_by_rank
 
 

@@ -93,13 +93,16 @@ class MatrixUpdates:
         matrix_numbers = {name: number for number, name in enumerate(stacks)}
         self._local: list[list[LocalElements]] = []  # of each buffer
         for number in range(len(self.buffers)):
-            self._local.append(list(self._local_elements(number, matrix_numbers, groups)))
+            of_buffer = self._local_elements(number, matrix_numbers, groups)
+            self._local.append(list(of_buffer))
         has_fp64 = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
-        self._dtype = rule.iteration_dtype(torch.float64 if has_fp64 else torch.float32)
+        widest_masters = torch.float64 if has_fp64 else torch.float32
+        self._dtype = rule.iteration_dtype(widest_masters)
+        of_all_buffers = chain.from_iterable(self._local)
         self._exchange = MatrixExchange(
-            {name: stack.whole for name, stack in stacks.items()},
+            shapes={name: stack.whole for name, stack in stacks.items()},
             costs=[stack.flops(rule.ns_steps) for stack in self._stack_of_matrix],
-            held_spans=[local.span for local in chain.from_iterable(self._local)],
+            held_spans=[local.span for local in of_all_buffers],
             num_buffers=len(self.buffers),
             stage=stage,
             device=device,
@@ -136,11 +139,13 @@ class MatrixUpdates:
         buffer = self.buffers[buffer_number]
         for owned in buffer.owned_pieces():
             part = owned.piece.part
-            span = held_span_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
-            tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
+            matrix_number = matrix_numbers[part.name]
+            span = held_span_of(buffer, owned.piece, matrix_number, buffer_number)
+            in_shard = owned.in_shard
+            tiles = tuple(buffer.tiles(in_shard.start, in_shard.stop))
             group_factors = factors(part, groups, self.rule)
-            shape = self.rule.matrices_of(part).shape
-            scale = self.rule.factor(shape)
+            stack = self.rule.matrices_of(part)
+            scale = self.rule.factor(stack.shape)
             yield LocalElements(span, tiles, group_factors, scale)
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
@@ -250,10 +255,11 @@ def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) 
     # of a part that several tp ranks hold, the one with copy 0 sends
     if part.copy or not sent:
         sent = range(held.start, held.start)  # none
+    dim = -1 if part.dim is None else part.dim  # a table of integers has no None
     return HeldSpan(
         matrix=matrix,
         buffer=buffer_number,
-        dim=-1 if part.dim is None else part.dim,
+        dim=dim,
         shards=part.shards,
         shard=part.shard,
         start=held.start - piece.start,
@@ -291,7 +297,8 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     sorted_names = sorted(names)
     if rule.by_adamw == NOT_HIDDEN:
         # embeddings and heads that are frozen are told from hidden layers too
-        _require_default_match(key, sorted_names, _frozen_names(model_parts), ranks)
+        frozen_names = _frozen_names(model_parts)
+        _require_default_match(key, sorted_names, frozen_names, ranks)
     else:
         require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
     _require_heads(rule, model_parts, ranks)
@@ -324,11 +331,14 @@ def _require_default_match(
 
     names: logical names of this rank's parameters, sorted. frozen_names: of those not trained.
     """
-    is_local_match = any(match_patterns(NOT_HIDDEN, [*names, *frozen_names]))
+    all_names = [*names, *frozen_names]
+    is_local_match = any(match_patterns(NOT_HIDDEN, all_names))
     is_match = torch.tensor(float(is_local_match), device=ranks.device)
     if ranks.world.max_(is_match):
         return
-    first_names = gather_entries(dict.fromkeys(names[:1]), ranks.world, ranks.device)
+    # one of each rank, for the message
+    first_name = dict.fromkeys(names[:1])
+    first_names = gather_entries(first_name, ranks.world, ranks.device)
     if first_names:  # else nothing is trained, which the optimizer refuses for every rule
         raise UserError.of(
             "optimizer.muon_without_names",
@@ -346,7 +356,10 @@ def _require_heads(rule: Muon, model_parts: Sequence[nn.Module], ranks: Ranks) -
     has_heads = False
     for parameter in parameters_of(model_parts):
         for part in layout_of(parameter).parts:
-            if rule.orthogonalizes(part) and rule.matrices_of(part).count > 1:
+            if not rule.orthogonalizes(part):
+                continue
+            stack = rule.matrices_of(part)
+            if stack.count > 1:
                 has_heads = True
     has_heads_here = torch.tensor(float(has_heads), device=ranks.device)
     if not ranks.world.max_(has_heads_here):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaprec.precision.gemm import product, sum_with_product
 
-Coefficients = tuple[float, float, float]
+Coefficients = tuple[float, float, float]  # a, b and c
 PUBLISHED: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
@@ -54,7 +54,9 @@ class MatrixStack(NamedTuple):
         short, long = sorted(self.shape)
         # each iteration: two products with a [short, long] matrix, and a square of a [short, short]
         # one
-        return self.count * steps * (4 * short * short * long + 2 * short**3)
+        products_with_matrix = 4 * short * short * long
+        square = 2 * short**3
+        return self.count * steps * (products_with_matrix + square)
 
 
 def orthogonalized(
@@ -74,6 +76,7 @@ def orthogonalized(
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(min=eps)
     x = (wide / norm).to(matrix.dtype)
     rows, columns = matrix.shape[-2:]
+    # transposed, so that its square matrices [rows, rows] are the smaller ones
     is_tall = rows > columns
     if is_tall:
         x = x.mT.contiguous()
@@ -83,7 +86,8 @@ def orthogonalized(
 
 
 def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return a x + (b g + c g g) x with g = x x^T: of singular values a s + b s^3 + c s^5."""
+    """Return a x + (b g + c g g) x with g = x x^T, of the shape of x: of singular values
+    a s + b s^3 + c s^5."""
     a, b, c = coefficients
     gram = product(x, x.mT)
     polynomial = sum_with_product(gram, gram, gram, beta=b, alpha=c)

@@ -31,10 +31,12 @@ def link_of(inner: int, ranks: int, assumed: Assumptions) -> Link:
     next."""
     machine = assumed.machine
     if ranks == 1 or inner * ranks <= machine:
-        return Link(assumed.fast * 1e9, (ranks - 1) * assumed.hop)
+        hops = ranks - 1
+        return Link(assumed.fast * 1e9, hops * assumed.hop)
     ranks_in_machine = max(1, machine // inner)
+    # as many network cards as ranks, until these are as fast as the links in the machine
     bandwidth = min(assumed.fast, ranks_in_machine * assumed.slow)
-    machines = -(-ranks // ranks_in_machine)
+    machines = -(-ranks // ranks_in_machine)  # rounded up
     # first within each machine, then between machines
     hops = ranks_in_machine - 1 + machines - 1
     return Link(bandwidth * 1e9, hops * assumed.hop)
@@ -55,8 +57,10 @@ def axis_links(config: RunConfig, assumed: Assumptions) -> dict[str, Link]:
     }
     # a ring sends from neighbour to neighbour, so between machines over one card
     if config.engine_options.ring and sequence_ranks > assumed.machine:
-        links["cp"] = Link(assumed.slow * 1e9, links["cp"].latency)
-    if replica_ranks * parallel.pipeline <= assumed.machine:
+        latency = links["cp"].latency
+        links["cp"] = Link(assumed.slow * 1e9, latency)
+    all_ranks = replica_ranks * parallel.pipeline
+    if all_ranks <= assumed.machine:
         links["pp"] = Link(assumed.fast * 1e9)
     return links
 
@@ -79,8 +83,8 @@ def _expert_link(config: RunConfig, assumed: Assumptions) -> Link:
     if assumed.rows_once:
         # a row goes to each machine once, however many of the token's experts are there
         machines = parallel.expert / in_machine
-        experts_per_token = config.model.experts_per_token
-        share_between *= machines_of_token(config.model, machines) / experts_per_token
+        rows_between = machines_of_token(config.model, machines)
+        share_between *= rows_between / config.model.experts_per_token
     seconds_of_byte = share_within / assumed.fast + share_between / assumed.slow
     return Link(1e9 / seconds_of_byte, latency)
 
@@ -95,8 +99,10 @@ def machines_of_token(model: ModelConfig, machines: float) -> float:
     groups_per_token = model.router.groups_per_token
     # a machine has whole groups, or a part of one
     groups_of_machine = max(1, round(groups / machines))
+    # the choices of groups by the router, and those among them without a group of the machine
+    ways = comb(groups, groups_per_token)
     ways_without_machine = comb(groups - groups_of_machine, groups_per_token)
-    share_with_group = 1 - ways_without_machine / comb(groups, groups_per_token)
+    share_with_group = 1 - ways_without_machine / ways
     # parts of groups are rounded to whole ones, and no token goes to less than one machine
     reached = max(1.0, machines * share_with_group)
     # of the reached machines, the mean number that have one of the token's experts

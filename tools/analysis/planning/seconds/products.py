@@ -34,30 +34,35 @@ def fp8_share(config: RunConfig, cost: StageCost) -> float:
     fp8 = config.plan.fp8
     if fp8 is None:
         return 0.0
-    last = config.model.layers - fp8.last_layers
+    # the first and the last layers of a model may stay in the wider dtype
+    end = config.model.layers - fp8.last_layers
     layers = cost.cut.layers
-    narrow = [layer for layer in layers if fp8.first_layers <= layer < last]
+    narrow = [layer for layer in layers if fp8.first_layers <= layer < end]
     return len(narrow) / len(layers) if layers else 0.0
 
 
 def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) -> ProductSeconds:
-    """Return the time of a stage's products with weights."""
+    """Return the time of a stage's products with weights, for one micro-batch on one rank."""
     parallel = config.parallel
     model = config.sized_model
     ranks = parallel.tensor * parallel.context
     tokens = config.train.micro_batch * config.train.seq_length
+    # FLOP/s of all ranks that share a micro-batch, for the FLOPs below are those of all of them
     speed = assumed.tflops * 1e12 * assumed.efficiency * ranks
-    narrow_speed = _fp8_speed(config, assumed) * ranks
+    fp8_speed = _fp8_speed(config, assumed) * ranks
     share = fp8_share(config, cost)
 
     def of_layers(flops: float) -> float:
         """Return the seconds of FLOPs of layers, of which the fraction `share` is in FP8."""
-        return flops * (share / narrow_speed + (1 - share) / speed)
+        seconds_of_flop = share / fp8_speed + (1 - share) / speed
+        return flops * seconds_of_flop
 
     head_speed = speed
     if has_misaligned_head(config):
         head_speed = speed / assumed.misaligned
-    head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
+    head_flops = 0.0
+    if cost.cut.last:
+        head_flops = tokens * _head_flops(model)
     layer_flops = cost.forward - cost.attention - cost.experts - head_flops
     # seconds of the products of one pass, of the experts and of all others
     others_seconds = of_layers(layer_flops) + head_flops / head_speed
@@ -66,7 +71,8 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
 
     # elements of the weights on this rank
     other_elements = (cost.parameters - cost.expert_parameters) / parallel.tensor
-    expert_elements = cost.expert_parameters / (parallel.expert * expert_slices(parallel))
+    ranks_of_experts = parallel.expert * expert_slices(parallel)
+    expert_elements = cost.expert_parameters / ranks_of_experts
     bandwidth = assumed.bandwidth * 1e9
     # every product reads its weight: the slower of both counts
     reading = config.plan.compute.itemsize / bandwidth  # seconds of an element
@@ -83,7 +89,10 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     recomputed_seconds = of_layers(recomputed_layers)
     recomputed_seconds += of_layers(cost.recomputed_experts) / expert_speed
     return ProductSeconds(
-        forward=one_pass, input=one_pass, weight=weight, recomputed=max(0.0, recomputed_seconds)
+        forward=one_pass,
+        input=one_pass,
+        weight=weight,
+        recomputed=max(0.0, recomputed_seconds),
     )
 
 
@@ -112,7 +121,7 @@ def _filled(config: RunConfig, assumed: Assumptions) -> float:
     tokens = config.train.micro_batch * config.train.seq_length / parallel.context
     # of all ranks whose tokens travel to the expert
     tokens *= parallel.expert * expert_slices(parallel) / parallel.tensor
-    rows = tokens * model.experts_per_token / model.experts
+    rows = tokens * model.experts_per_token / model.experts  # of one expert
     return rows / (rows + assumed.half_rows)
 
 
@@ -124,9 +133,11 @@ def has_misaligned_head(config: RunConfig) -> bool:
         return False
     # the vocabulary is padded until the ranks can share it
     columns = -(-config.sized_model.vocab // config.parallel.tensor)
-    return columns * itemsize % ALIGNED_BYTES != 0
+    row_bytes = columns * itemsize
+    return row_bytes % ALIGNED_BYTES != 0
 
 
 def _head_flops(model: ModelConfig) -> int:
     """Return the forward FLOPs of all output heads, per token."""
-    return (1 + model.mtp_layers) * model.head_flops()
+    heads = 1 + model.mtp_layers  # one for each module of multi-token prediction
+    return heads * model.head_flops()

@@ -28,7 +28,8 @@ def bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: flo
 def local_tokens(config: RunConfig) -> int:
     """Return the tokens of a micro-batch that a context-parallel rank has."""
     train = config.train
-    return train.seq_length // config.parallel.context * train.micro_batch
+    tokens_of_sequence = train.seq_length // config.parallel.context
+    return tokens_of_sequence * train.micro_batch
 
 
 def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -43,7 +44,7 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     model = config.model
     cut = cost.cut
     layers = len(cut.layers)
-    # a gather or a scatter of one activation
+    # a gather or a scatter of one activation, of which the rank has its own part
     activation = local_tokens(config) * model.hidden * config.plan.compute.itemsize
     transfer = activation * (1 - 1 / parallel.tensor)
     num_expert_layers = expert_layers(config, cost)
@@ -114,9 +115,11 @@ def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     rows = tokens * model.experts_per_token * expert_layers(config, cost)
     row_bytes = model.hidden * config.plan.compute.itemsize
     # there and back, but for the experts of the rank itself
-    forward = 2 * rows * row_bytes * (1 - 1 / parallel.expert)
+    share_elsewhere = 1 - 1 / parallel.expert
+    forward = 2 * rows * row_bytes * share_elsewhere
     recomputed = config.recompute.count_whole_layers(layers) / layers
-    return bytes_of(op, forward, forward * (1 + recomputed))
+    input_gradient = forward * (1 + recomputed)
+    return bytes_of(op, forward, input_gradient)
 
 
 def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -136,7 +139,9 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
 
     def features(kind: ModelConfig) -> int:
         """Return the features of keys and values of a layer on a rank."""
-        return 2 * max(1, kind.kv_heads // parallel.tensor) * kind.head_dim
+        # with more ranks than heads each rank has a copy of one
+        local_heads = max(1, kind.kv_heads // parallel.tensor)
+        return 2 * local_heads * kind.head_dim
 
     # elements of keys and values, of all layers
     elements = model.over_layers(features, layers) * local_tokens(config)
@@ -147,10 +152,10 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     recomputed_passes = _passes_again(config, len(cost.cut.layers))
     passes = 1 + recomputed_passes
     input_gradient = passes * sent + gradients
-    exchanged = sum(
-        count * _exchanged_bytes(config, kind) for kind, count in model.count_kinds(cost.cut.layers)
-    )
-    return bytes_of(op, sent + exchanged, input_gradient + passes * exchanged)
+    kinds = model.count_kinds(cost.cut.layers)
+    exchanged = sum(count * _exchanged_bytes(config, kind) for kind, count in kinds)
+    input_gradient += passes * exchanged
+    return bytes_of(op, sent + exchanged, input_gradient)
 
 
 def _passes_again(config: RunConfig, layers: int) -> float:
@@ -180,9 +185,10 @@ def _exchanged_bytes(config: RunConfig, kind: ModelConfig) -> float:
     else:
         return 0.0
     # what is read in the dtype of products, and the results in the sensitive one
-    of_token = read * config.plan.compute.itemsize + values * config.plan.sensitive.itemsize
-    kept = 1 / parallel.context
-    return (1 - kept) * of_token / parallel.tensor * local_tokens(config)
+    plan = config.plan
+    of_token = read * plan.compute.itemsize + values * plan.sensitive.itemsize
+    share_elsewhere = 1 - 1 / parallel.context
+    return share_elsewhere * of_token / parallel.tensor * local_tokens(config)
 
 
 def whole_gradients(config: RunConfig, held: float) -> float:
@@ -191,9 +197,10 @@ def whole_gradients(config: RunConfig, held: float) -> float:
     if not config.parallel.shards_gradients:
         return held
     expert_elements, other_elements = elements_of_pipeline(config)
-    of_experts = expert_elements / replicas_sharing_state(config.parallel)
-    kept_elements = of_experts + other_elements / sharding_of(config).zero
-    return held * (expert_elements + other_elements) / kept_elements
+    held_of_experts = expert_elements / replicas_sharing_state(config.parallel)
+    held_of_others = other_elements / sharding_of(config).zero
+    held_elements = held_of_experts + held_of_others
+    return held * (expert_elements + other_elements) / held_elements
 
 
 def whole_weights(config: RunConfig, gradients: float, held: float) -> float:
@@ -210,7 +217,9 @@ def weight_itemsize(config: RunConfig) -> int:
     """Return the bytes of an element of the weights, as they travel."""
     plan = config.plan
     in_codes = plan.fp8 is not None and plan.fp8.parameters
-    return 1 if in_codes else plan.parameters.itemsize
+    if in_codes:  # of FP8
+        return 1
+    return plan.parameters.itemsize
 
 
 def kept_layers(config: RunConfig) -> float:
@@ -221,15 +230,17 @@ def kept_layers(config: RunConfig) -> float:
         return parallel.keep_layers
     expert_elements, other_elements = elements_of_pipeline(config)
     at_ends = end_parameters(config.sized_model) / parallel.tensor
-    elements = (expert_elements + other_elements - at_ends) / config.model.layers
-    return parallel.keep_bytes // (elements * weight_itemsize(config))
+    in_layers = expert_elements + other_elements - at_ends
+    bytes_of_layer = in_layers / config.model.layers * weight_itemsize(config)
+    return parallel.keep_bytes // bytes_of_layer
 
 
 def layer_gathers(config: RunConfig) -> float:
     """Return how often a step gathers the weights of a layer under ZeRO-3, on average: twice in
     each micro-batch, or once if they are kept."""
-    kept = min(1.0, kept_layers(config) * config.parallel.pipeline / config.model.layers)
-    return kept + (1 - kept) * 2 * config.num_microbatches
+    kept_of_pipeline = kept_layers(config) * config.parallel.pipeline
+    kept_share = min(1.0, kept_of_pipeline / config.model.layers)
+    return kept_share + (1 - kept_share) * 2 * config.num_microbatches
 
 
 def _weight_gathers(config: RunConfig) -> tuple[float, float]:
@@ -239,8 +250,10 @@ def _weight_gathers(config: RunConfig) -> tuple[float, float]:
     model = config.sized_model
     of_layers = layer_gathers(config)
     # embedding and head are gathered for one pass, or stay until the other
-    at_ends = end_parameters(model) / (num_parameters(model) - expert_parameters(model))
-    return of_layers, of_layers + at_ends * (config.num_microbatches - of_layers)
+    others = num_parameters(model) - expert_parameters(model)
+    share_at_ends = end_parameters(model) / others
+    more_at_ends = config.num_microbatches - of_layers
+    return of_layers, of_layers + share_at_ends * more_at_ends
 
 
 def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
@@ -268,7 +281,8 @@ def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
     for share, gathers, replicas, sharers in parts:
         transfers = 1 if sharers == replicas else 2  # a reduce-scatter, or an all-reduce
         of_gradients = transfers * (1 - 1 / replicas) * travelling
-        sent += share * (of_gradients + gathers * (1 - 1 / sharers) * weights)
+        of_weights = gathers * (1 - 1 / sharers) * weights
+        sent += share * (of_gradients + of_weights)
     return sent
 
 
@@ -277,7 +291,7 @@ def elements_of_pipeline(config: RunConfig) -> tuple[float, float]:
     together."""
     parallel = config.parallel
     model = config.sized_model
-    return (
-        expert_parameters(model) / (parallel.expert * expert_slices(parallel)),
-        (num_parameters(model) - expert_parameters(model)) / parallel.tensor,
-    )
+    in_experts = expert_parameters(model)
+    others = num_parameters(model) - in_experts
+    expert_ranks = parallel.expert * expert_slices(parallel)
+    return in_experts / expert_ranks, others / parallel.tensor

@@ -376,3 +376,10 @@ def test_gradients_have_the_dtypes_of_what_the_trainer_starts(
 
 def _lines_without(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(f"{name} = ")]
+
+
+def test_a_problem_with_arguments_of_the_trainer_is_the_only_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(written(tmp_path, {"weight_decay": -1.0}), ranks=4)
+    (line,) = caught.value.problems
+    assert line.startswith("--weight_decay -1.0: ")

@@ -116,9 +116,11 @@ def require_refused(code: str, key: str, run: list[str]) -> None:
     ("scheme", "variable"),
     [("s3", "AWS_SECRET_ACCESS_KEY=..."), ("ssh", "FSSPEC_SFTP_"), ("ftp", "FSSPEC_FTP_PASSWORD")],
 )
-def test_the_way_out_is_that_of_the_kind_of_url(scheme: str, variable: str) -> None:
+@pytest.mark.parametrize("slashes", ["//", "/"])
+def test_the_way_out_is_that_of_the_kind_of_url(scheme: str, variable: str, slashes: str) -> None:
+    """One slash is left of a URL that was taken for a path."""
     with raises("config.url_password", environment=re.compile(variable)):
-        load_run(None, [*RUN, f"data.source={scheme}://me:hidden@host/x"])
+        load_run(None, [*RUN, f"data.source={scheme}:{slashes}me:hidden@host/x"])
 
 
 def test_a_run_that_was_saved_with_a_password_is_read_with_a_note(tmp_path: Path) -> None:

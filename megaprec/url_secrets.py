@@ -18,6 +18,13 @@ HTTP_USER = re.compile(r"(https?:/{1,2})[^\s/?#]*@", re.IGNORECASE)
 PASSWORD = re.compile(
     r"(?<![\w+.-])(?!git(?:hub)?:)([a-z][a-z0-9+.-]*:/{1,2})([^\s/?#:]*:)[^\s/?#]+@", re.IGNORECASE
 )
+# a password with signs that end a host, as the / that every second key of S3 has: what follows the
+# colon is no port and not MASK, and the host no address in brackets
+ODD_PASSWORD = re.compile(
+    r"(?<![\w+.-])(?!git(?:hub)?:)([a-z][a-z0-9+.-]*:/{1,2})[^\s/?#:@\[]*:"
+    r"(?!\d+\b|@|\*{3}@)[^\s\"']+@",
+    re.IGNORECASE,
+)
 # up to the next space or double quote, without the signs that may follow a URL in a sentence
 QUERY = re.compile(
     r"(https?:/{1,2}[^\s?\"]*\?)[^\s\"]+?(?=['()\[\]{}<>:;,.]*(?:[\s\"]|$))", re.IGNORECASE
@@ -33,9 +40,13 @@ def masked(text: str) -> str:
 
 def without_user_of(url: object, text: str) -> str:
     """Return what a library says of a URL, in which MASK stands for the name and password that the
-    URL has before its host: libraries quote them without the rest."""
+    URL has before its host: libraries quote them without the rest, and only up to a slash in it."""
     user, at, _ = str(url).partition("://")[2].rpartition("@")
-    return text.replace(user, MASK) if at and ":" in user else text
+    if not at or ":" not in user:
+        return text
+    text = text.replace(user, MASK)
+    before_slash, slash, _ = user.partition("/")
+    return text.replace(before_slash, MASK) if slash and has_password(str(url)) else text
 
 
 def has_password(text: str) -> bool:
@@ -47,12 +58,22 @@ def has_password(text: str) -> bool:
 def without_passwords(value: Any) -> Any:
     """Return a value of tables and lists without names and passwords of URLs that have a password
     (`has_password`)."""
-    return _changed_inside(value, lambda text: PASSWORD.sub(r"\1", HTTP_USER.sub(r"\1", text)))
+    return _changed_inside(value, lambda text: _users_replaced(text, r"\1", r"\1"))
 
 
 def _without_users(text: str) -> str:
-    text = HTTP_USER.sub(rf"\1{MASK}@", text)
-    return PASSWORD.sub(rf"\1\2{MASK}@", text)
+    return _users_replaced(text, rf"\1{MASK}@", rf"\1\2{MASK}@")
+
+
+def _users_replaced(text: str, web_user: str, password: str) -> str:
+    """Return a text with other names and passwords before hosts, as templates of `re.sub`.
+
+    web_user: where the name may be a key.
+    password: where the name may stay.
+    """
+    text = HTTP_USER.sub(web_user, text)
+    text = PASSWORD.sub(password, text)
+    return ODD_PASSWORD.sub(web_user, text)
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ training never waits for it. An error of the filesystem on any rank makes the sa
 other errors are raised.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,12 +86,20 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class HeldFile:
+    """A file for checkpoints as it was when it was read, whatever becomes of it later."""
+
+    name: str
+    content: bytes
+
+
 class Saving:
     """A save of `step` into `folder` that is under way. Everything but the threads is collective
     over the world.
 
-    extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not
-        remove.
+    extra, fp8: see `megaprec.checkpoint.save_load.save`. files: to copy into the checkpoint, each
+        from its place or from memory. keep: what the save does not remove.
     background: False writes in this thread, without a copy of the state. losses: of an evaluation
         after this step, by name.
     leave_beside: called by rank 0, in its thread, with the folder when the checkpoint is there and
@@ -104,7 +113,7 @@ class Saving:
         optimizer: ParallelAMPOptimizer,
         extra: dict[str, Any],
         keep: Keep = USUAL,
-        files: Sequence[Path] = (),
+        files: Sequence[Path | HeldFile] = (),
         fp8: FP8State | None = None,
         background: bool = False,
         losses: Mapping[str, float] | None = None,
@@ -296,15 +305,17 @@ class Saving:
         return Outcome(path, problem, warnings)
 
 
-def require_own_names(files: Sequence[Path]) -> None:
+def require_own_names(files: Sequence[Path | HeldFile]) -> None:
     """Raise UserError for files to copy into a checkpoint that have one name, or the name of a file
     of its own."""
     names = [file.name for file in files]
     for file in files:
-        is_list = file.name.startswith("index-") and file.suffix == ".json"  # see `_list_name`
-        is_reserved = file.name == INDEX or is_list or file.suffix == ".safetensors"
-        if is_reserved or names.count(file.name) > 1:
-            raise UserError.of("checkpoint.name_taken_in_checkpoint", file=file, name=file.name)
+        name = file.name
+        is_list = name.startswith("index-") and name.endswith(".json")  # see `_list_name`
+        is_reserved = name == INDEX or is_list or name.endswith(".safetensors")
+        if is_reserved or names.count(name) > 1:
+            place = file if isinstance(file, Path) else name
+            raise UserError.of("checkpoint.name_taken_in_checkpoint", file=place, name=name)
 
 
 def changed_module_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
@@ -330,8 +341,11 @@ def changed_module_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
     return list(entries)
 
 
-def _copy(file: Path, folder: Path) -> str:
+def _copy(file: Path | HeldFile, folder: Path) -> str:
     """Copy a file into the folder, and return its SHA-256."""
+    if isinstance(file, HeldFile):
+        _write_content(folder / file.name, file.content)
+        return hashlib.sha256(file.content).hexdigest()
     if is_remote(folder):
         send(file, folder / file.name)
         return file_digest(file)
@@ -348,9 +362,12 @@ def _list_name(rank: int) -> str:
 
 def _write_list(partial: Path, rank: int, written: dict[str, Any]) -> None:
     """Write the list of what a rank has written into the hidden folder. Raises OSError."""
-    content = json.dumps(written).encode()
-    file = partial / _list_name(rank)
-    if is_remote(partial):
+    _write_content(partial / _list_name(rank), json.dumps(written).encode())
+
+
+def _write_content(file: Path, content: bytes) -> None:
+    """Write a file or an object. Raises OSError."""
+    if is_remote(file):
         write_object(file, [content])
     else:
         write_file(file, content)

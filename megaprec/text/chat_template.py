@@ -122,8 +122,11 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as problem:
             raise ChatError(f"line {problem.lineno}: {problem.message}") from problem
+        # Python's own compiler says so of deep nesting, and Jinja of a huge constant
+        except MemoryError as problem:
+            raise ChatError("it takes too much memory, or is nested too deeply") from problem
         # what Python's own compiler refuses: blocks and brackets that are nested deep
-        except (RecursionError, SyntaxError, MemoryError, ValueError) as problem:
+        except (RecursionError, SyntaxError, ValueError) as problem:
             raise ChatError(f"it is nested too deeply: {problem}") from problem
         drawn = sorted({node.name for node in tree.find_all(nodes.Filter)} & {*DRAWING})
         drawn += sorted({node.name for node in tree.find_all(nodes.Name)} & {"lipsum"})

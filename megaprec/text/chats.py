@@ -44,7 +44,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 CALLS = ("tool_calls", "function_call")  # what an answer may have in place of a content
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", *ROLES}
 # keys of messages by which others leave an answer out of the loss
-WEIGHTS = ("weight", "train", "training")
+WEIGHTS = ("weight", "loss", "train", "train_detail", "training")
 
 
 @dataclass(frozen=True)

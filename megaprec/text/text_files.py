@@ -25,6 +25,7 @@ from megaprec.tokens.places import (
     remote_path,
     require_there,
     size_of,
+    without_query,
 )
 
 MOST_SHOWN = 20  # lines about files that cannot be read
@@ -112,7 +113,7 @@ def _remote_paths(url: str) -> list[Path]:
     """Return the file or folder of a URL, or those that match a pattern, by path. Raises UserError
     if there is none."""
     path = remote_path(url)
-    if not has_magic(url):
+    if not has_magic(without_query(url)):
         require_there(path, url)
         return [path]
     # the deepest folder whose name is no pattern

@@ -5,7 +5,8 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from jinja2 import Environment
 from transformers import AutoTokenizer
 
 from megaprec.text.build import build, prepare
-from megaprec.text.chat_template import CHATML
+from megaprec.text.chat_template import CHATML, ChatError, ChatTemplate
 from megaprec.text.chats import load_chats
 from megaprec.text.readers import TextOptions
 from megaprec.text.sources import TextSource, open_source
@@ -166,6 +167,16 @@ REFUSED = [
     ({"messages": turns("x", "y"), "tools": [{"<|im_start|>": 1}]}, "data.chat_forged", ""),
     ({"messages": [{"role": "assistnat", "content": "x"}]}, "data.chat_row", "assistnat"),
     ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "data.chat_row", "weight"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "loss": False}]},
+        "data.chat_row",
+        "loss",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "train_detail": [{"train": False}]}]},
+        "data.chat_row",
+        "train_detail",
+    ),
     (
         {"conversations": [{"from": "gpt", "value": "x", "weight": 0}]},
         "data.chat_row",
@@ -394,6 +405,20 @@ def test_a_template_that_is_none_is_refused(
 ) -> None:
     with raises(code):
         load_chats(name, make_tokenizer(tmp_path, template))
+
+
+def test_a_template_without_memory_for_its_constants_is_told_so() -> None:
+    class Hungry(Environment):
+        """An environment in which a template has no memory."""
+
+        def compile(self, *_: object, **__: object) -> Never:
+            raise MemoryError
+
+    with (
+        patch("megaprec.text.chat_template.ImmutableSandboxedEnvironment", Hungry),
+        pytest.raises(ChatError, match="it takes too much memory"),
+    ):
+        ChatTemplate("x", {})
 
 
 def test_a_template_cannot_leave_its_sandbox_nor_ask_for_the_day(tmp_path: Path) -> None:

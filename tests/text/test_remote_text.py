@@ -121,6 +121,10 @@ def test_a_data_set_of_a_url_has_the_bytes_of_one_of_the_folder(
         ("zip://x.txt::memory://texts/x.zip", "data.url_chained"),
         ("simplecache::memory://texts/a.txt", "data.url_chained"),
         ("http://127.0.0.1:9/x.txt", "data.url_unreachable"),
+        # a signature is no pattern, whatever its signs
+        ("{served}/none.txt?sig=a", "data.url_missing"),
+        ("{served}/none.txt?sig=[a]*", "data.url_missing"),
+        ("http://127.0.0.1:9/x.txt?sig=a", "data.url_unreachable"),
     ],
 )
 def test_a_url_that_cannot_be_read_is_said_in_one_line(
@@ -131,6 +135,11 @@ def test_a_url_that_cannot_be_read_is_said_in_one_line(
         open_source(name)
     assert main(["data", "build", name, f"{tmp_path}/set", "--vocab-size", "300"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_what_is_asked_of_a_web_page_is_no_pattern(folder: Path, served: str) -> None:
+    pieces = list(open_source(f"{served}/c.txt?sig=[a]*"))
+    assert [text for _, text in pieces] == ["plain\r\ntext é"]
 
 
 def test_token_files_at_a_url_are_named(folder: Path, in_memory: str) -> None:

@@ -175,9 +175,22 @@ def test_names_of_data_sets_are_those_of_their_entries_or_sources() -> None:
     assert names == ["web-2024", "_.md", "web-2024-2", "code"]
 
 
+@pytest.mark.parametrize("source", [".", "..", "./", "texts/..", "s3://bucket/..", "texts/..."])
+def test_the_name_of_a_source_is_no_folder_of_its_own_or_above(source: str) -> None:
+    """Trackers whose numbers are files refuse such a name."""
+    entries = [{"source": source, "weight": 1.0}]
+    (name,) = Data.model_validate({"blend": entries}).blend_names
+    assert name.strip(".")
+
+
 @pytest.mark.parametrize(
     ("names", "code"),
-    [(("a/b", "c"), "config.blend_name"), (("a", "a"), "config.blend_name_twice")],
+    [
+        (("a/b", "c"), "config.blend_name"),
+        (("..", "c"), "config.blend_name"),
+        ((".", "c"), "config.blend_name"),
+        (("a", "a"), "config.blend_name_twice"),
+    ],
 )
 def test_names_that_cannot_be_are_refused(names: tuple[str, str], code: str, file: Path) -> None:
     entries = [f'{{source="{name}", weight=1, name="{name}"}}' for name in names]

@@ -560,3 +560,32 @@ def test_the_memory_that_was_pinned_ahead_is_free_when_the_copies_begin(
     monkeypatch.setattr(saving, "take_snapshot", noted)
     train(run_file, f"train.folder={tmp_path}", "train.steps=4", "checkpoint.every=2")
     assert order == ["free", "copy"] * 2 + ["free"]
+
+
+def lose_tokenizer(mesh: DeviceMesh, file: Path, overrides: list[str], other: bytes) -> list[str]:
+    """Trains on this rank; in step 2 the tokenizer's file becomes another one, or is gone."""
+    [tokenizer] = file.parent.glob("data/*.model")
+
+    def act(step: int) -> None:
+        if step == 2:
+            tokenizer.unlink()
+            if other:
+                tokenizer.write_bytes(other)
+
+    return train_with(mesh, file, overrides, act)
+
+
+@pytest.mark.cases(1, 1)
+@pytest.mark.parametrize("other", [b"", b"another"])
+def test_checkpoints_have_the_tokenizer_that_the_run_began_with(
+    tmp_path: Path, other: bytes
+) -> None:
+    file = write_run(tmp_path)
+    [tokenizer] = file.parent.glob("data/*.model")
+    content = tokenizer.read_bytes()
+    [problems] = run_ranks(
+        lose_tokenizer, {"dp": 1}, file=file, overrides=["checkpoint.every=1"], other=other
+    )
+    assert problems == []
+    saved = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [(path / tokenizer.name).read_bytes() for path in saved] == [content] * 2

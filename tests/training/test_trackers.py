@@ -132,6 +132,69 @@ def test_nothing_waits_for_a_tracker_that_hangs(
     Stuck.go.set()
 
 
+class Broken:
+    """A tracker whose end fails."""
+
+    def __init__(self, folder: Path) -> None: ...
+
+    def start(self, configuration: Mapping[str, Any], step: int) -> None: ...
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def finish(self, complete: bool) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_tracker_whose_end_fails_is_one_warning_and_the_end_of_the_run_does_not_wait_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feed = Feed(f"{__name__}:Broken", tmp_path, {}, 0)
+    feed.log(RECORD)
+    feed.finish(True, patience=20)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"{__name__}:Broken did not end well: OSError: [Errno 28]" in warning
+    assert warning.endswith("its last numbers may be missing")
+
+
+@pytest.mark.parametrize("steps_of_run", [0, 1])
+def test_tensorboards_own_thread_that_cannot_write_is_one_warning_and_no_traceback(
+    steps_of_run: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
+
+    def disk_is_full(self: object, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer.RecordWriter, "write", disk_is_full)
+    printed = list[object]()
+    monkeypatch.setattr("threading.excepthook", printed.append)
+    feed = Feed("tensorboard", tmp_path, {}, 0)
+    for _ in range(steps_of_run):
+        feed.log(RECORD)
+    feed.finish(True)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "tensorboard" in warning
+    assert "OSError: [Errno 28] No space left on device" in warning
+    assert printed == []
+
+
+def test_a_thread_of_the_programs_own_that_fails_has_its_traceback_beside_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    printed = list[threading.ExceptHookArgs]()
+    monkeypatch.setattr("threading.excepthook", printed.append)
+    feed = Feed("tensorboard", tmp_path, {}, 0)
+    feed.finish(True)
+    fails = threading.Thread(target=lambda: 1 // 0)
+    fails.start()
+    fails.join()
+    assert [args.exc_type for args in printed] == [ZeroDivisionError]
+
+
 def test_a_tracker_gets_numbers_alone_and_those_that_are_not_finite_too(tmp_path: Path) -> None:
     Stuck.go = threading.Event()
     Stuck.go.set()

@@ -10,7 +10,13 @@ import pytest
 from megaprec.text.sources import TextSource
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.places import name_in_url, path_of
-from megaprec.url_secrets import has_password, masked, masked_inside, without_passwords
+from megaprec.url_secrets import (
+    has_password,
+    masked,
+    masked_inside,
+    without_passwords,
+    without_user_of,
+)
 from tests.refusals import raises
 from tests.runs import write_run
 from tests.tokens.ranged_server import Conduct, serving
@@ -39,6 +45,8 @@ RUN = [
         ("data.source", "https://me:hidden@host/tokens"),
         ("data.source", "https://hidden@host/tokens"),
         ("data.source", "sftp://me:hidden@host/tokens"),
+        ("data.source", "s3://key:hid/den+hidden@bucket/tokens"),
+        ("data.source", "https://me:/?#hidden@host/tokens"),
         ("data.blend", '{"https://me:hidden@host/a" = 0.5, "b" = 0.5}'),
         ("data.validation", '{more = "ftp://me:hidden@host/a"}'),
     ],
@@ -60,6 +68,10 @@ def test_a_run_file_has_no_password_of_a_url(key: str, value: str) -> None:
         "git://repo:ref@file",
         "ftp://anonymous:@host/x",
         "sftp://alice@host/x",
+        "https://host:8080/a@b/c",
+        "http://[::1]:8080/a@b/c",
+        "ftp://anonymous:@host/x@y",
+        "s3://bucket/a:b@c",
     ],
 )
 def test_what_is_no_password_is_no_problem(source: str) -> None:
@@ -104,9 +116,11 @@ def require_refused(code: str, key: str, run: list[str]) -> None:
     ("scheme", "variable"),
     [("s3", "AWS_SECRET_ACCESS_KEY=..."), ("ssh", "FSSPEC_SFTP_"), ("ftp", "FSSPEC_FTP_PASSWORD")],
 )
-def test_the_way_out_is_that_of_the_kind_of_url(scheme: str, variable: str) -> None:
+@pytest.mark.parametrize("slashes", ["//", "/"])
+def test_the_way_out_is_that_of_the_kind_of_url(scheme: str, variable: str, slashes: str) -> None:
+    """One slash is left of a URL that was taken for a path."""
     with raises("config.url_password", environment=re.compile(variable)):
-        load_run(None, [*RUN, f"data.source={scheme}://me:hidden@host/x"])
+        load_run(None, [*RUN, f"data.source={scheme}:{slashes}me:hidden@host/x"])
 
 
 def test_a_run_that_was_saved_with_a_password_is_read_with_a_note(tmp_path: Path) -> None:
@@ -260,6 +274,12 @@ def test_a_report_shows_no_secret() -> None:
     text = '[data]\nsource = "https://host/a?signature=s3cret"  # default\n'
     (key,) = _read_keys(text)
     assert _key_row(key) == ("data.source", '"https://host/a?***"', "default")
+
+
+def test_what_a_library_says_of_a_cut_password_is_masked() -> None:
+    url = "s3://key:hid/den@bucket/x"
+    said = without_user_of(url, 'Invalid bucket name "key:hid" of key:hid/den@bucket')
+    assert said == 'Invalid bucket name "***" of ***@bucket'
 
 
 def test_the_record_of_a_data_set_has_no_password() -> None:

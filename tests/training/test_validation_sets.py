@@ -155,6 +155,7 @@ def test_sets_that_are_never_evaluated_are_noted(file: Path) -> None:
 
 WRONG = {
     ('{name="a/b", source="letters"}',): sentence("config.validation_name", name="a/b"),
+    ('{name="..", source="letters"}',): sentence("config.validation_name", name=".."),
     (
         '{name="a", source="letters"}',
         '{name="a", source="counting.txt"}',

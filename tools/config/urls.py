@@ -13,7 +13,8 @@ from megaprec.url_secrets import has_password, texts_in, without_passwords
 from tools.config.tables.table import is_path
 from tools.console.toml import Setting, toml
 
-SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)
+# a URL that was taken for a path has one slash
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=:/)", re.IGNORECASE)
 # by kind of URL, where the packages that read it look
 _OF_AWS = "AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..."
 _OF_HTTP = """FSSPEC_HTTP='{"headers": {"Authorization": "Basic ..."}}'"""

@@ -12,12 +12,12 @@ or facts of the machine. MLflow and trackio have modules of their own.
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
-from threading import Thread
 from typing import Any, Protocol
 
 from megaprec.errors import UserError, did_you_mean
@@ -90,6 +90,7 @@ class _TensorBoard:
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Open a file. TensorBoard then hides the events of an earlier, longer run after
         `step`."""
+        self._errors = _errors_of_threads("tensorboard")
         self._writer = self._make_writer(str(self._folder), purge_step=step + 1)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -98,8 +99,28 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def finish(self, complete: bool) -> None:
-        """Write what waits, and close the file."""
+        """Write what waits, and close the file. Raises what has ended the writer's own thread, for
+        the writer tells it only to those who write later."""
         self._writer.close()
+        if self._errors:
+            raise self._errors[0]
+
+
+def _errors_of_threads(package: str) -> list[BaseException]:
+    """Return a list that gets the errors that end threads of a package's own classes from now on,
+    in place of the tracebacks that Python prints of them."""
+    errors = list[BaseException]()
+    print_traceback = threading.excepthook
+
+    def keep(ended: threading.ExceptHookArgs) -> None:
+        package_of_thread = type(ended.thread).__module__.partition(".")[0]
+        if package_of_thread == package and ended.exc_value is not None:
+            errors.append(ended.exc_value)
+        else:
+            print_traceback(ended)
+
+    threading.excepthook = keep
+    return errors
 
 
 class _Wandb:
@@ -216,7 +237,7 @@ class Feed:
         # steps with their numbers; the last item says whether the run is complete
         self._queue: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
         arguments = (folder, configuration, step)
-        self._thread = Thread(
+        self._thread = threading.Thread(
             target=self._run, args=arguments, name=f"tracker {tracker_name}", daemon=True
         )
         self._thread.start()
@@ -254,6 +275,7 @@ class Feed:
 
     def _run(self, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
         """Make the tracker and call its methods, until it has ended or failed."""
+        item: tuple[int, Numbers] | bool | None = None
         try:
             make_tracker = _factory(self._name)
             tracker = make_tracker(folder)
@@ -264,10 +286,14 @@ class Feed:
             tracker.finish(complete=item)
         except BaseException as error:  # a tracker that calls sys.exit ends itself alone
             self._failed = True
-            _warn(f"no more numbers for {self._name}: {_in_a_line(error)}; training goes on")
+            reason = _in_a_line(error)
+            if isinstance(item, bool):
+                _warn(f"{self._name} did not end well: {reason}; its last numbers may be missing")
+            else:
+                _warn(f"no more numbers for {self._name}: {reason}; training goes on")
             # Empties the queue, so that the end of the run need not wait for room in it.
-            while not isinstance(self._queue.get(), bool):
-                pass
+            while not isinstance(item, bool):
+                item = self._queue.get()
 
 
 def _factory(tracker_name: str) -> Factory:

@@ -16,8 +16,9 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.checkpoint.host_copies import PinnedAhead, block_sizes
-from megaprec.checkpoint.saving import Outcome, Saving, changed_module_buffers
+from megaprec.checkpoint.saving import HeldFile, Outcome, Saving, changed_module_buffers
 from megaprec.checkpoint.snapshot import copied_bytes
+from megaprec.durable import file_error, read_whole
 from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
@@ -62,7 +63,11 @@ class Saves:
         return self._pinned
 
     def start(
-        self, step: int, extra: dict[str, Any], files: Sequence[Path], losses: Mapping[str, float]
+        self,
+        step: int,
+        extra: dict[str, Any],
+        files: Sequence[HeldFile],
+        losses: Mapping[str, float],
     ) -> None:
         """Save the state after `step`, when the save before is finished. extra, files, losses: see
         `Saving`.
@@ -223,3 +228,12 @@ def resume_point(config: RunConfig, step: int) -> str:
             steps = f"steps {saved_step + 1} to {step}"
         message += f" and takes {steps} again"
     return message
+
+
+def held_tokenizer(corpus: Corpus) -> list[HeldFile]:
+    """Read the files of the tokenizer, for all saves of the run: one that is moved or replaced
+    while the run goes on is not what the model was trained with. Raises UserError."""
+    try:
+        return [HeldFile(file.name, read_whole(file)) for file in tokenizer_files(corpus)]
+    except OSError as error:
+        raise UserError(file_error(error)) from error

@@ -61,7 +61,7 @@ from tools.training.invariants import Invariants
 from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
 from tools.training.run_folder import RunFolder
-from tools.training.saves import Saves, evaluated_entries, extra_entries, tokenizer_files
+from tools.training.saves import Saves, evaluated_entries, extra_entries, held_tokenizer
 from tools.training.step_records import (
     Digests,
     SentinelChecks,
@@ -111,6 +111,7 @@ class Trainer:
         self.config = config
         self.corpus = corpus
         self.resumed = checkpoint
+        self._tokenizer = held_tokenizer(corpus)
         self.engine = self._build_engine(mesh, observers)
         self.rank = self.engine.optimizer.world.rank
         self.dp = self.engine.dp
@@ -741,8 +742,7 @@ class Trainer:
             self._first_ids,
             evaluated_entries(self._evaluated, self._evaluated_tokens),
         )
-        files = tokenizer_files(self.corpus)
-        self._saves.start(self.progress.step, extra, files, self._evaluated)
+        self._saves.start(self.progress.step, extra, self._tokenizer, self._evaluated)
         self._saved_step = self.progress.step
 
 

@@ -133,8 +133,10 @@ def _checkpoint_place(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _is_name(text: str) -> bool:
-    """Return True if a text may become part of keys in metrics.jsonl and of tags of trackers."""
-    return bool(re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}", text))
+    """Return True if a text may become part of keys in metrics.jsonl, of tags of trackers and of
+    their files, where dots alone would name another folder."""
+    is_word = bool(re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}", text))
+    return is_word and bool(text.strip("."))
 
 
 def _blend_names(data: Data) -> Iterator[str]:

@@ -84,11 +84,13 @@ class Blended(Table):
 
 
 def _name_of_source(source: str) -> str:
-    """Return the last part of a path, pattern or URL, in characters that names may have."""
+    """Return the last part of a path, pattern or URL, in characters that names may have; "set" if
+    it is none, or dots alone."""
     path, _, _ = source.partition("?")
     _, _, last = path.rstrip("/").rpartition("/")
     # room for a number behind it
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", last)[-LONGEST_NAME + 5 :] or "set"
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", last)[-LONGEST_NAME + 5 :]
+    return name if name.strip(".") else "set"
 
 
 class Validated(Table):

@@ -319,6 +319,7 @@ BESIDE = {
     "precision.hysteresis_refill": "good_step",
     "precision.compute": "bf16",
     "precision.buffers": "bf16",
+    "lr.schedule": "cosine",
 }
 
 
@@ -358,6 +359,19 @@ def test_newer_keys_that_change_numbers_are_refused(
     assert len(asked) <= 1 and len(re.findall(r"precision\.\w+", told)) <= 1, told
     if asked:
         made(tmp_path, config, keys=[*KEYS, f"{asked[0]}={BESIDE[asked[0]]}"])
+
+
+def test_beside_a_schedule_of_the_users_the_rate_is_the_optimizers_and_the_rest_is_told(
+    tmp_path: Path,
+) -> None:
+    params = {"total_num_steps": 90, "warmup_num_steps": 9}
+    config = FULL | {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+    keys = [*KEYS, "lr.schedule=cosine"]
+    run = made(tmp_path, config, keys=keys)
+    assert (run.lr.schedule, run.lr.peak) == ("cosine", 3e-4)
+    (told,) = [note for note in notes_of(tmp_path, config, *keys) if "WarmupCosineLR" in note]
+    assert all(f"scheduler.params.{name} = {value}" in told for name, value in params.items())
+    assert "lr.warmup" in told
 
 
 WARMUP = {"warmup_num_steps": 9, "warmup_type": "linear", "total_num_steps": 90}

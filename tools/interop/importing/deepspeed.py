@@ -455,8 +455,11 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
             "DeepSpeed decays all parameters that it is given; here biases and norms have no "
             "weight decay (optimizer.groups changes it by name)"
         )
-    if config.get("scheduler.type") is None:
+    schedule = config.get("scheduler.type")
+    # those that are read say the peak themselves
+    if schedule not in (*SCHEDULES, "auto"):
         config.put("lr.peak", config.get(f"{prefix}.lr", RATE), f"{prefix}.lr")
+    if schedule is None:
         if "lr.schedule" not in draft.keys:
             origin = "no scheduler in DeepSpeed's configuration"
             config.put("lr.schedule", "constant", origin=origin)
@@ -486,7 +489,14 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
         return
     if kind not in SCHEDULES:
         if draft.needs("lr.schedule"):
-            config.refuse("scheduler.type", f"of DeepSpeed's, {', '.join(SCHEDULES)} are read")
+            ways = f"{', '.join(SCHEDULES)} are read; or give lr.schedule=... beside"
+            config.refuse("scheduler.type", f"of DeepSpeed's, {ways}")
+        else:
+            of_schedule = [key for key in config.leaves if key.startswith("scheduler.")]
+            draft.notes.append(
+                f"{config.origin(*of_schedule)} ({config.place}): lr.schedule that is given beside "
+                "counts instead, with its lr.warmup, lr.length and lr.final"
+            )
         return
     _add_warmup(config)
     config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")

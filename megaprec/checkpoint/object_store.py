@@ -31,6 +31,7 @@ UNFINISHED = ".unfinished"
 PROBE = ".writable"  # an object that is written and removed to see whether that is allowed
 SAVED_TO = ("s3", "s3a", "gs", "gcs", "memory")  # kinds of URLs
 HUB = "hf"
+OF_THIS_MACHINE = ("file", "local")
 READ_FROM = (*SAVED_TO, HUB)
 PIECE = 16 << 20  # bytes of one request
 READERS = 8  # requests of one read at the same time
@@ -40,6 +41,7 @@ Answer = TypeVar("Answer")
 
 def require_saved_to(url: str) -> None:
     """Raise UserError for a kind of URL to which no checkpoint is saved."""
+    _require_no_file(url)
     kind = _kind(url)
     # its file system in huggingface_hub commits each file as it is closed, and has no transactions
     if kind == HUB:
@@ -50,8 +52,16 @@ def require_saved_to(url: str) -> None:
 
 def require_read_from(folder: Path) -> None:
     """Raise UserError for a kind of URL from which no checkpoint is read."""
+    _require_no_file(str(folder))
     if _kind(str(folder)) not in READ_FROM:
         raise UserError.of("checkpoint.url_not_read", url=folder, kinds=_in_words(READ_FROM))
+
+
+def _require_no_file(url: str) -> None:
+    """Raise UserError for a URL of a folder of this machine, whose files are locked and put in
+    place as no object of a bucket is."""
+    if _kind(url) in OF_THIS_MACHINE:
+        raise UserError.of("checkpoint.url_is_path", url=url, path=url.partition("://")[2])
 
 
 def _kind(url: str) -> str:

@@ -37,9 +37,16 @@ from megaprec.dialects.internevo_model import (
     model_notes,
     model_settings,
 )
-from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
+from megaprec.dialects.reading import (
+    UNKNOWN,
+    Decision,
+    Keys,
+    Reading,
+    Resolved,
+    all_of,
+    no_such_key,
+)
 from megaprec.dialects.scaling import CEILING, LossScale, cap, refuse_outside
-from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
 
@@ -271,8 +278,8 @@ def _refuse_unknown_keys(reading: Reading, sizes: InternEvoParallel) -> None:
         keys = ("size", *other_keys)
         for key in table:
             if key not in keys:
-                hint = did_you_mean(str(key), keys) or f"; there are {', '.join(keys)}"
-                reading.refuse(f"parallel.{name}.{key}", table[key], f"no such key{hint}")
+                why = no_such_key(str(key), keys)
+                reading.refuse(f"parallel.{name}.{key}", table[key], why)
 
 
 # mode of tensor parallelism -> sequence parallelism

@@ -11,7 +11,7 @@ configuration decides. Every decision carries its origin, the key that decided i
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Annotated, Any, TypeVar
@@ -133,6 +133,17 @@ NO_MARGIN = (
 )
 
 
+MOST_KEYS = 16  # of a table that an error lists
+
+
+def no_such_key(key: str, known: Sequence[str]) -> str:
+    """Return why a key is refused, with the known one that is like it, or all of a few."""
+    hint = did_you_mean(key, known)
+    if not hint and len(known) <= MOST_KEYS:
+        hint = f"; there are {', '.join(known)}"
+    return f"no such key{hint or '; docs/migrating.md has those that are read'}"
+
+
 # as pydantic writes a bound of loss scales
 SMALL_FRACTION = re.compile(r"\b0\.0{5,}\d+")
 
@@ -141,8 +152,7 @@ def _explanation(table_class: type[Keys], key: str, details: ErrorDetails) -> st
     """Return why a key of a table cannot have its value, from pydantic's error about it."""
     if details["type"] == "extra_forbidden":
         names = list(table_class.model_fields)
-        hint = did_you_mean(key, names) or f"; there are {', '.join(names)}"
-        return f"no such key{hint}"
+        return no_such_key(key, names)
     if details["type"] == "is_instance_of":
         return f"must be a dtype, one of {', '.join(TORCH_DTYPES)}"
     # pydantic's messages in our words

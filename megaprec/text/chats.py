@@ -231,7 +231,7 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Mess
 
 def _list_of_messages(value: Any, field: str, where: str) -> list[Message]:
     """Return the messages of a field, a list or its JSON. Raises UserError if it is no list of
-    them, for an unknown role, and for a weight of a message that is not 1."""
+    them, for a message of two meanings, an unknown role, and a weight that is not 1."""
     value = _unpacked(value)
     if not isinstance(value, list) or not value:
         reason = f"{field} is not a list of messages"
@@ -241,6 +241,10 @@ def _list_of_messages(value: Any, field: str, where: str) -> list[Message]:
         message = _message(item)
         if message is None:
             reason = f"message {number} of {field} has no role and content, nor from and value"
+            raise UserError.of("data.chat_row", where=where, reason=reason)
+        if _says_two_things(item):
+            reason = f"message {number} of {field} says one thing by role and content, and another "
+            reason += "by from and value: leave one pair out"
             raise UserError.of("data.chat_row", where=where, reason=reason)
         if message["role"] not in KNOWN_ROLES:
             reason = f"message {number} of {field} has the role {message['role']!r}, which is none "
@@ -269,6 +273,22 @@ def _message(item: Any) -> Message | None:
         return None
     others = {key: value for key, value in item.items() if key not in ("from", "value")}
     return {**others, "role": ROLES.get(role, role), "content": content}
+
+
+def _says_two_things(item: Mapping[str, Any]) -> bool:
+    """Return True for a message whose `from` and `value` are other than its `role` and
+    `content`."""
+    value = item.get("value")
+    if not isinstance(value, str):
+        return False
+    content = item.get("content")
+    role = item.get("role")
+    sender = item.get("from")
+    has_other_content = content is not None and content != value
+    has_both_roles = isinstance(role, str) and isinstance(sender, str)
+    return has_other_content or (
+        has_both_roles and ROLES.get(role, role) != ROLES.get(sender, sender)
+    )
 
 
 def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:

@@ -48,7 +48,9 @@ def remote_path(url: str) -> Path:
         options: dict[str, Any] = {}
         if HTTP.match(url):
             options["client_kwargs"] = client_options()
-        path = UPath(url, **options)
+        kind, mark, place = url.partition("://")
+        # fsspec knows its kinds in small letters alone
+        path = UPath(f"{kind.lower()}{mark}{place}", **options)
         # the package of the kind of URL is imported here
         _ = path.fs
         # the files of a data set have names made of one prefix

@@ -366,3 +366,9 @@ def test_a_password_in_a_url_is_in_no_error_and_no_note(capsys: pytest.CaptureFi
     notes = capsys.readouterr().err
     assert "***" in notes
     assert "hunter2" not in notes
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3", "https", "file"])
+def test_the_kind_of_a_url_may_be_in_capitals(kind: str) -> None:
+    place = "bucket/Run/x.jsonl"
+    assert path_of(f"{kind.upper()}://{place}") == path_of(f"{kind}://{place}")

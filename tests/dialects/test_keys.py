@@ -871,3 +871,12 @@ def test_every_key_of_every_class_is_tried() -> None:
         k for m in systems for k in vars(m).values() if isinstance(k, type) and issubclass(k, Keys)
     }
     assert defined - classes == {Keys, plugins.Plugin}  # what others are made from
+
+
+@pytest.mark.parametrize("system", DIALECTS)
+def test_an_unknown_key_is_answered_in_a_line_that_fits_a_screen(system: str) -> None:
+    table = {"internevo": {"model": {"zzz": 1}}}.get(system, {"zzz": 1})
+    with pytest.raises(UserError) as caught:
+        DIALECTS[system].resolve(table)
+    (line,) = [str(problem) for problem in caught.value.problems if "zzz" in str(problem)]
+    assert "no such key; " in line and len(line) < 250

@@ -119,6 +119,17 @@ def test_rates_are_those_of_its_scheduler_but_for_the_first(tmp_path: Path) -> N
     assert any("takes the first step of the warm-up twice" in note for note in made.notes)
 
 
+@pytest.mark.parametrize(("fraction", "steps"), [(0.25, 50), (1.5, 300)])
+def test_a_decay_may_be_a_part_of_the_run_or_longer(
+    fraction: float, steps: int, tmp_path: Path
+) -> None:
+    made = imported(tmp_path, {"lr-decay-iters": None, "lr_decay_fraction": fraction})
+    assert run_of(made, tmp_path).lr.length == steps
+    both = imported(tmp_path, {"lr_decay_fraction": fraction})
+    assert run_of(both, tmp_path).lr.length == 100
+    assert any("lr_decay_fraction" in note for note in both.notes)
+
+
 def test_several_files_are_one_table_without_a_name_in_two(tmp_path: Path) -> None:
     first = tmp_path / "a.yml"
     second = tmp_path / "b.yml"
@@ -148,6 +159,9 @@ def test_several_files_are_one_table_without_a_name_in_two(tmp_path: Path) -> No
         ({"padded_vocab_size": None}, "model.vocab=N"),
         ({"data-path": None}, "data.source=PREFIX"),
         ({"num-layers": "many"}, "num_layers"),
+        ({"expansion_factor": -2}, "expansion_factor"),
+        ({"lr-decay-iters": None, "lr_decay_fraction": -0.5}, "lr_decay_fraction"),
+        ({"lr-decay-iters": None, "lr_decay_fraction": math.inf}, "lr_decay_fraction"),
     ],
 )
 def test_what_no_run_here_does_is_refused_by_name(

@@ -220,9 +220,28 @@ def test_a_switch_is_what_transformers_takes_it_for(
 
 
 @pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        ({"logging_steps": 7}, "every = 7 "),
+        ({"bf16": None, "deepspeed": None, "dtype": "bfloat16"}, 'compute = "bf16" '),
+        ({"bf16": None, "deepspeed": None, "tf32": True}, "tf32 = true "),
+    ],
+)
+def test_what_is_read_is_not_listed_as_unused(
+    change: dict[str, object], row: str, tmp_path: Path
+) -> None:
+    made = imported(written(tmp_path, change), 4)
+    assert f"\n{row}" in made.text
+    read = {*trainer.NUMBERS, *trainer.FLAGS, *trainer.TEXTS, *trainer.FIXED}
+    for name in read | trainer.SAME.keys():
+        assert name not in trainer.UNUSED_NAMES and not name.startswith(trainer.UNUSED_SUBJECTS)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"bf16": "perhaps"}, "--bf16 perhaps"),
+        ({"max_seq_length": 32}, "--max_seq_length 32"),
         ({"finetuning_type": "lora"}, "--finetuning_type lora"),
         ({"stage": "sft"}, "--stage sft"),
         ({"optim": "adafactor"}, "--optim adafactor"),
@@ -396,3 +415,10 @@ def test_gradients_have_the_dtypes_of_what_the_trainer_starts(
 
 def _lines_without(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(f"{name} = ")]
+
+
+def test_a_problem_with_arguments_of_the_trainer_is_the_only_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(written(tmp_path, {"weight_decay": -1.0}), ranks=4)
+    (line,) = caught.value.problems
+    assert line.startswith("--weight_decay -1.0: ")

@@ -32,6 +32,7 @@ from tests.ranks import run_ranks
 from tests.refusals import sentence, shows
 from tests.runs import checkpoint, train, write_run
 from tools.cli import main
+from tools.commands import evaluate as command
 from tools.inference.evaluation import Score, batches, score
 from tools.inference.load import load_model, require_layout
 from tools.inference.windows import TokenizedDocument, windows
@@ -365,6 +366,35 @@ def test_wrong_input_is_refused_by_name(
         main(["evaluate", str(trained), "--data", f"mine={texts}", "--data", f"mine={texts}"]) == 2
     )
     assert shows(capsys.readouterr().err, "command.set_name_twice", name="mine")
+
+
+BEFORE_RANKS = {
+    "--tensor 3": "--tensor 3 does not divide the model's 4 heads",
+    "--pipeline 9": "--pipeline 9: the model has 2 layers",
+    "--tensor 2 --window 17": "--window 17: give 1 to 16",
+    "--tensor 2 --data nowhere.txt": sentence(
+        "data.source_missing", name="nowhere.txt", folder=re.compile("^ in ")
+    ),
+    "--tensor 2 --tokenizer nowhere.json": "nowhere.json: no such file",
+    "--tensor 2 --ema": sentence("convert.no_ema"),
+}
+
+
+@pytest.mark.parametrize("options", BEFORE_RANKS)
+def test_what_is_known_of_a_wrong_input_is_said_before_ranks_start(
+    options: str,
+    trained: Path,
+    texts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = list[int]()
+    monkeypatch.setattr(command, "run_local", lambda words, ranks: started.append(ranks))
+    words = ["evaluate", str(trained), "--data", f"mine={texts}"]
+    assert main([*words, *options.split()]) == 2 and not started
+    said = capsys.readouterr()
+    assert re.match(BEFORE_RANKS[options], said.err) and said.err.count("\n") == 1
+    assert main([*words, "--tensor", "2"]) == 0 and started == [2]
 
 
 @pytest.mark.parametrize("begin", [None, 5])

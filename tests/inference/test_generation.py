@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from megaprec.text.encoding import EncodeRendered
+from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from tests.published import BOS, folder_of, transformers
 from tools.inference.generation import Generation
@@ -59,7 +60,9 @@ class Says:
 
 
 def pieces_of(tokens: list[int], *stop: str) -> tuple[list[str], Generation]:
-    model: Any = LoadedModel(cast(CachedStage, Says(tokens)), Bytes(), None, frozenset())
+    said = cast(CachedStage, Says(tokens))
+    config = cast(ModelConfig, Says.config)
+    model = LoadedModel(config, Bytes(), None, frozenset(), stage=said)
     text = Generation(model, "x", len(tokens), Sampling(temperature=0), stop=stop)
     return [piece for piece in text if piece], text
 

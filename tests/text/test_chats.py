@@ -193,6 +193,9 @@ REFUSED = [
         "message 2",
     ),
     ({"messages": [{"role": "gpt", "value": "x"}]}, "data.chat_row", "message 1"),
+    ({"messages": [{**turns("x")[0], "from": "human", "value": "y"}]}, "data.chat_row", "another"),
+    ({"messages": [{**turns("x")[0], "from": "gpt", "value": "x"}]}, "data.chat_row", "another"),
+    ({"messages": [{"from": "human", "value": "x", "content": "y"}]}, "data.chat_row", "another"),
     ({"text": "x"}, "data.chat_fields", ""),
     ({"messages": turns("x"), "conversations": []}, "data.chat_fields", ""),
     ({"prompt": "x"}, "data.chat_fields", ""),
@@ -235,7 +238,14 @@ def test_fields_that_say_nothing_to_a_model_hinder_no_row(tmp_path: Path) -> Non
         "source": "z",
     }
     empty = {"messages": [{**turn, "tool_calls": [], "thinking": None} for turn in turns("x", "y")]}
-    rows = [plain, noted, empty, {**plain, "tools": [], "system": ""}]
+    names = {"user": "human", "assistant": "gpt"}
+    twice = {
+        "messages": [
+            {**turn, "from": names[turn["role"]], "value": turn["content"]}
+            for turn in turns("x", "y")
+        ]
+    }
+    rows = [plain, noted, empty, {**plain, "tools": [], "system": ""}, twice]
     read = documents(built(rows, tokenizer))
     assert read == read[:1] * len(rows)
 

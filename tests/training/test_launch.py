@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from parallel.described_world import WORLD, is_rank_of_world, read_number
 from tests.refusals import raises, sentence
 from tests.runs import write_run
 from tools import cli
-from tools.commands import calibrate, doctor
+from tools.training import launch
 from tools.training.launch import PROGRAM, first_failure, require_local_meeting, start_ranks
 from tools.training.launched import share_of_cores
 from tools.training.machine import has_own_device
@@ -176,11 +177,28 @@ def test_a_command_whose_ranks_a_signal_stops_ends_with_its_code(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And neither with a verdict on what the ranks had no time for nor with one on the machine."""
-    for module in (calibrate, doctor):
-        monkeypatch.setattr(module, "launch_local", lambda *words: 128 + signal.SIGTERM)
+    monkeypatch.setattr(launch, "launch_local", lambda *words, **tell: 128 + signal.SIGTERM)
     monkeypatch.chdir(tmp_path)
     assert cli.main([command]) == 128 + signal.SIGTERM
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("command", "code"), [("calibrate", 2), ("doctor", 1)])
+def test_why_the_ranks_of_a_command_failed_stands_in_its_document(
+    command: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(words: Sequence[str], ranks: int, tell: Callable[[str], object]) -> int:
+        tell("rank 1 failed with exit code 2: UserError: its disk is full")
+        return 2
+
+    monkeypatch.setattr(launch, "launch_local", fails)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command, "--json"]) == code
+    assert "its disk is full" in json.dumps(json.loads(capsys.readouterr().out))
 
 
 def test_the_first_failure_is_the_one_noted_first_and_not_a_rank_stopped_before_it_noted_one(

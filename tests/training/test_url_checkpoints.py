@@ -158,6 +158,8 @@ def test_the_exported_folder_of_a_checkpoint_at_a_url_is_whole_or_no_model_and_g
     [
         ("https://localhost/run", "checkpoint.url_not_saved_to"),
         ("hf://someone/model", "checkpoint.url_is_hub"),
+        ("file:///nowhere/run", "checkpoint.url_is_path"),
+        ("FILE:///nowhere/run", "checkpoint.url_is_path"),
         ("s3://", "data.url_without_place"),
         ("memory:///", "config.checkpoints_in_memory"),
         ("memory://bucket/run", "config.checkpoints_in_memory"),

@@ -33,8 +33,7 @@ from tools.analysis.calibration.collectives import collectives
 from tools.analysis.calibration.measure import all_rows, process_bytes
 from tools.analysis.calibration.record import COMMENT, VERSION, Calibration, machine_name
 from tools.console.json_output import add_json
-from tools.training.ends import require_not_stopped
-from tools.training.launch import launch_local
+from tools.training.launch import run_local
 from tools.training.launched import share_of_cores
 from tools.training.machine import keep_freed_memory
 
@@ -130,17 +129,13 @@ def _warn_of_load(device: Device) -> None:
 
 
 def _measure(device: Device, dtypes: list[str], ranks: int) -> dict[str, Any]:
-    """Return the measurements of local ranks. Raises UserError if they end without an answer."""
+    """Return the measurements of local ranks. Raises RanksFailed if they do not end well."""
     with scratch_folder("calibrate") as folder:
         answer = Path(folder) / "rows"
         command = ["calibrate", "--device", device, ANSWER, str(answer)]
         for dtype in dtypes:
             command += ["--dtype", dtype]
-        code = launch_local(command, ranks)
-        require_not_stopped(code)
-        # the ranks have printed why on stderr
-        if not answer.is_file():
-            raise UserError.of("planning.calibration_ranks", ranks=ranks, code=code)
+        run_local(command, ranks)
         return json.loads(read_whole(answer))
 
 

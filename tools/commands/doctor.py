@@ -35,8 +35,8 @@ from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json, print_result
 from tools.training.data_sources import check_sources
-from tools.training.ends import require_not_stopped
-from tools.training.launch import launch_local
+from tools.training.ends import RanksFailed
+from tools.training.launch import run_local
 from tools.training.machine import check_machine
 from tools.verify.doctor.finding import (
     CODES,
@@ -219,13 +219,19 @@ def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
         command += [ANSWER, str(answer)]
         if args.folder:
             command += ["--folder", str(args.folder)]
-        code = launch_local(command, ranks)
-        require_not_stopped(code)
-        # the ranks have printed why on stderr
-        if not answer.is_file():
-            reason = f"{ranks} local ranks ended with code {code} before they had answered"
-            return [wrong("ranks", reason, "the line above says why")]
+        try:
+            run_local(command, ranks)
+        except RanksFailed as failed:
+            if not answer.is_file():
+                return [_rank_failure(ranks, failed)]
         return [Finding(**fields) for fields in json.loads(read_whole(answer))]
+
+
+def _rank_failure(ranks: int, failed: RanksFailed) -> Finding:
+    """Return the finding that local ranks ended before they had answered, and why."""
+    why = "; ".join(str(failed).splitlines())
+    seen = f"{ranks} local ranks ended with code {failed.exit_code} before they had answered: {why}"
+    return wrong("ranks", seen, "mend what this says, and run the command again")
 
 
 def _as_local_rank(request: DoctorRequest, answer: Path) -> int:

@@ -11,7 +11,7 @@ which share the texts. A rank computes on a CUDA device of its own where there i
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ from tools.console.progress_bar import tokens_progress
 from tools.console.tables import print_table
 from tools.console.units import enumerated
 from tools.inference.evaluation import Score, score
-from tools.inference.load import LoadedModel, load_model
-from tools.inference.windows import read_documents
+from tools.inference.load import DescribedModel, describe_model, load_model
+from tools.inference.windows import TokenizedDocument, read_documents
 from tools.journal.records import no_run, odd_records
 from tools.training.launch import run_local
 from tools.training.stopping import note_failure
@@ -155,6 +155,7 @@ def main(args: argparse.Namespace) -> int:
             )
         if replica_ranks == 1:
             return _evaluate(args, None, device_of_option(args.device, ranks=1))
+        _require_ready(args)
         run_local(_rank_command(args), replica_ranks)
         return 0
     device = device_of_option(args.device, ranks=replica_ranks)
@@ -204,6 +205,15 @@ def _layout(args: argparse.Namespace) -> dict[str, int]:
     return {"tensor": args.tensor, "pipeline": args.pipeline}
 
 
+def _require_ready(args: argparse.Namespace) -> None:
+    """Raise UserError for what ranks would find before they read weights."""
+    sets = _named_sets(args.data)
+    place = checkpoints_elsewhere(args.model)
+    model = describe_model(place, args.tokenizer, args.ema, args.tensor, args.pipeline)
+    _window(args, model.config.max_positions)
+    _open_sets(args, sets, model)
+
+
 def _rank_command(args: argparse.Namespace) -> list[str]:
     """Return the command line of a rank."""
     values = {
@@ -245,10 +255,9 @@ def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: to
     model = load_model(place, Stage, args.compute, args.tokenizer, mesh, args.ema, device)
     # passes samples through the pipeline's stages, and shares them out to replicas
     relay = Relay.over(mesh, model.stage)
-    window, stride = _window(args, model.stage.config.max_positions)
+    window, stride = _window(args, model.config.max_positions)
     # all sets are opened before the first is scored, which may take hours
-    options = text_options(args, max_chars=args.max_chars)
-    documents_by_set = {name: read_documents(path, model, options) for name, path in sets.items()}
+    documents_by_set = _open_sets(args, sets, model)
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, documents in documents_by_set.items():
@@ -276,6 +285,15 @@ def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: to
         ],
     }
     return print_result(args, lambda: document, lambda: _show(scores))
+
+
+def _open_sets(
+    args: argparse.Namespace, sets: dict[str, str], model: DescribedModel
+) -> dict[str, Iterable[TokenizedDocument]]:
+    """Return the documents of each set, by its name. Raises UserError for a set that is not
+    there."""
+    options = text_options(args, max_chars=args.max_chars)
+    return {name: read_documents(path, model, options) for name, path in sets.items()}
 
 
 def _show(scores: dict[str, Score]) -> None:
@@ -324,7 +342,7 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     return window, stride
 
 
-def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
+def _notes(model: DescribedModel, sets: dict[str, str], text_field: str) -> Iterator[str]:
     """Yield the lines on what the user may not expect of the scores."""
     yield from model.notes
     tokenized = [path for path in sets.values() if is_there(path_of(path), ".idx")]
@@ -345,7 +363,7 @@ def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> 
             yield from _byte_notes(model, path)
 
 
-def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
+def _byte_notes(model: DescribedModel, path: str) -> Iterator[str]:
     """Yield the lines on the bytes of a data set's text, on which bits per byte rest."""
     record = read_record(path_of(path))
     has_bytes = record is not None and "bytes" in record

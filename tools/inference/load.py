@@ -42,25 +42,50 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class LoadedModel(Generic[S]):
-    """A model with its tokenizer.
+class DescribedModel:
+    """What the folder of a model says of it besides its weights.
 
     begin: id of the token before a document, if any.
     ends: ids that end a document.
     notes: lines for the user on what is not followed.
     generation: contents of generation_config.json.
     prompt_begin: id of the token before a prompt, if any.
-    device: that of the stage.
     """
 
-    stage: S
+    config: ModelConfig
     tokenizer: Tokenizer | None
     begin: int | None
     ends: frozenset[int]
     notes: tuple[str, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
     prompt_begin: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(DescribedModel, Generic[S]):
+    """A model with its weights.
+
+    device: that of the stage.
+    """
+
+    stage: S
     device: torch.device = CPU
+
+
+def describe_model(
+    path: Path, tokenizer: Path | None, ema: bool, tensor: int, pipeline: int
+) -> DescribedModel:
+    """Return what a folder says of its model, in a moment, for no weight is read.
+
+    tokenizer: file to use in place of the folder's own.
+    ema: the average of its weights is wanted.
+    tensor, pipeline: ranks that are to share the model.
+    Raises UserError as `load_model` does, but not for damaged files.
+    """
+    _require_model(path)
+    described = _describe(_source(path, ema), tokenizer)
+    require_layout(described.config, tensor, pipeline)
+    return described
 
 
 def load_model(
@@ -83,17 +108,22 @@ def load_model(
     device: of the stage. Weights are read to the CPU first.
     """
     source = _open(path, ema)
-    chosen_tokenizer = _choose_tokenizer(source, tokenizer)
+    described = _describe(source, tokenizer)
     stage = _load_stage(source, stage_class, compute, mesh).to(device)
-    return LoadedModel(
-        stage,
-        chosen_tokenizer,
-        _begin(source, chosen_tokenizer),
-        _ends(source, chosen_tokenizer),
-        tuple(_notes(source, chosen_tokenizer, tokenizer)),
+    return LoadedModel(**vars(described), stage=stage, device=device)
+
+
+def _describe(source: Source, tokenizer_file: Path | None) -> DescribedModel:
+    """Return what a source says of its model. tokenizer_file: to use in place of its own."""
+    tokenizer = _choose_tokenizer(source, tokenizer_file)
+    return DescribedModel(
+        source.model.without_mtp,
+        tokenizer,
+        _begin(source, tokenizer),
+        _ends(source, tokenizer),
+        tuple(_notes(source, tokenizer, tokenizer_file)),
         source.facts.generation,
-        _prompt_begin(source, chosen_tokenizer),
-        device,
+        _prompt_begin(source, tokenizer),
     )
 
 
@@ -179,13 +209,9 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
 def _open(path: Path, ema: bool) -> Source:
     """Open a folder, for the average of its weights if `ema` is True. Raises UserError if its files
     are damaged, if it keeps no average, or if it holds no model of a built-in family."""
-    is_folder = not is_remote(path) and path.is_dir()
-    has_model = is_folder and any(known_format.find(path) for known_format in FORMATS.values())
-    if not has_model:
-        find_checkpoint(path)  # raises if there is none, and says what the folder lacks
+    _require_model(path)
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
-        require_builtin(read_model(store), "text from a checkpoint")
         read_files = store.files_of("weight")
         # a loop of the user's own saves none
         if "tokenizer" in store.index:
@@ -193,8 +219,23 @@ def _open(path: Path, ema: bool) -> Source:
         if ema:
             read_files |= store.files_of(EMA)
         require_intact(store, read_files)
+    return _source(path, ema)
+
+
+def _source(path: Path, ema: bool) -> Source:
+    """Return the weights of a folder, or the average that it keeps of them. Raises UserError."""
     source = open_weights(path)
     return averaged(source) if ema else source
+
+
+def _require_model(path: Path) -> None:
+    """Raise UserError unless a folder has a model of a built-in family."""
+    is_folder = not is_remote(path) and path.is_dir()
+    has_model = is_folder and any(known_format.find(path) for known_format in FORMATS.values())
+    if not has_model:
+        find_checkpoint(path)  # raises if there is none, and says what the folder lacks
+    if checkpoint := checkpoint_at(path):
+        require_builtin(read_model(Store(checkpoint)), "text from a checkpoint")
 
 
 def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:

@@ -2,7 +2,7 @@
 predicted exactly once.
 
 A document is evaluated alone, with the token before it that the model has for this
-(`LoadedModel.begin`). The token that ends it is no text and is not predicted. A document of more
+(`DescribedModel.begin`). The token that ends it is no text and is not predicted. A document of more
 tokens than a window has several windows. Each after the first predicts the next `stride` tokens
 from the tokens before them, as many as the window holds: with a stride as long as the window from
 at least one, with a shorter stride from at least `window - stride + 1`. The last window of a
@@ -25,8 +25,7 @@ from megaprec.tokens.copies import is_there
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import check_vocabulary, contents_of, read_record
 from megaprec.tokens.places import path_of
-from models.decoder.stages import Stage
-from tools.inference.load import LoadedModel
+from tools.inference.load import DescribedModel
 
 Ids = NDArray[np.int64]
 
@@ -96,7 +95,7 @@ def windows(
 
 
 def read_documents(
-    path: str, model: LoadedModel[Stage], options: TextOptions
+    path: str, model: DescribedModel, options: TextOptions
 ) -> Iterable[TokenizedDocument]:
     """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and
     PREFIX.idx.
@@ -110,7 +109,7 @@ def read_documents(
         if options.max_chars is not None:
             raise UserError.of("text.max_chars_of_tokens", path=path)
         dataset = IndexedDataset(path_of(path))
-        vocab = model.stage.config.vocab
+        vocab = model.config.vocab
         if model.tokenizer:
             vocab = min(model.tokenizer.vocab_size, vocab)
         check_vocabulary(dataset, contents_of(dataset), vocab)
@@ -123,7 +122,7 @@ def read_documents(
 
 
 def _predicted_sizes(
-    documents: Iterable[TokenizedDocument], model: LoadedModel[Stage]
+    documents: Iterable[TokenizedDocument], model: DescribedModel
 ) -> Iterator[TokenizedDocument]:
     """Yield the documents with the size of what the model predicts of them, in bytes: without a
     begin token, all but the first token. The size is None where that token has no number of bytes.
@@ -164,7 +163,7 @@ def _documents_of_text(
 
 
 def _documents_of_tokens(
-    dataset: IndexedDataset, model: LoadedModel[Stage]
+    dataset: IndexedDataset, model: DescribedModel
 ) -> Iterator[TokenizedDocument]:
     """Yield the documents of a data set, without the tokens that stand around each."""
     size = _recorded_size(dataset)

@@ -459,10 +459,9 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
     # those that are read say the peak themselves
     if schedule not in (*SCHEDULES, "auto"):
         config.put("lr.peak", config.get(f"{prefix}.lr", RATE), f"{prefix}.lr")
-    if schedule is None:
-        if "lr.schedule" not in draft.keys:
-            origin = "no scheduler in DeepSpeed's configuration"
-            config.put("lr.schedule", "constant", origin=origin)
+    if schedule is None and "lr.schedule" not in draft.keys:
+        origin = "no scheduler in DeepSpeed's configuration"
+        config.put("lr.schedule", "constant", origin=origin)
 
 
 def _add_clipping(config: DeepSpeedConfig) -> None:

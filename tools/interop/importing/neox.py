@@ -238,9 +238,11 @@ def _add_feed_forward(made: Renamed) -> None:
         return
     width = made.whole("intermediate_size", None)
     factor = made.number("expansion_factor", 4.0) or 4.0
+    if not 0 < factor < LARGEST:
+        made.refuse("expansion_factor", "give a number above 0, or leave it out")
+        return
     if width is None:
-        usable_factor = factor if 0 < factor < LARGEST else 4.0
-        width = int(usable_factor * hidden)
+        width = int(factor * hidden)
     multiple = made.whole("mlp_multiple_of", 1) or 1
     kind = made.choice("activation", "gelu", {"gelu": "gelu", "swiglu": "swiglu"})
     if kind == "swiglu":
@@ -304,8 +306,13 @@ def _add_rate(made: Renamed) -> None:
     iterations = made.whole("train_iters", None)
     length = made.whole("lr_decay_iters", None)
     fraction = made.number("lr_decay_fraction", None)
-    if length is None and fraction and iterations and 0 < fraction <= 1:
-        length = floor(iterations * fraction)
+    if fraction is not None and not 0 < fraction < LARGEST:
+        made.refuse("lr_decay_fraction", "give a number above 0, or leave it out")
+    elif fraction is not None and length is not None:
+        made.notes.append(f"lr_decay_fraction: {SYSTEM} takes lr_decay_iters where both are given")
+    elif fraction is not None and iterations:
+        # a decay of no steps has one there
+        length = max(1, floor(iterations * fraction))
     made.give("lr_decay_iters", length)
     style = made.get("lr_decay_style", "linear")
     least = made.get("min_lr", 0.0)

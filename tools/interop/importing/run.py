@@ -324,7 +324,7 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
             for problem in error.problems:
                 line = problem.replace(f"file {path}", "imported")
                 problems.append(f"{_arguments_behind(line, draft)}{line}")
-            if not (sources.megatron or sources.torchtitan):
+            if not (sources.megatron or sources.trainer or sources.torchtitan):
                 problems += _ways_to_the_rest(draft, sources)
             raise UserError(*problems) from error
 

@@ -37,7 +37,7 @@ SAME = {
     "cutoff_len": "max_length",
     "block_size": "max_length",
     "max_seq_length": "max_length",
-    "dtype": "torch_dtype",
+    "dtype": "torch_dtype",  # of transformers 5
 }
 NUMBERS: Mapping[str, Callable[[str], Any]] = {
     "per_device_train_batch_size": int,
@@ -72,7 +72,7 @@ TEXTS = (
     "report_to",
     "save_strategy",
 )
-FLAGS = ("bf16", "fp16", "gradient_checkpointing")
+FLAGS = ("bf16", "fp16", "tf32", "gradient_checkpointing")
 # arguments with the values that leave the run as it is here, and why others are refused
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "finetuning_type": (("full",), "all weights are trained here, and no adapters (LoRA)"),
@@ -100,15 +100,16 @@ _UNUSED = """
 attn_impl cache_dir data_cache_dir data_seed dataset_num_proc ddp_find_unused_parameters
 ddp_timeout device_groups disable_tqdm do_eval do_train eval_strategy evaluation_strategy
 eval_steps flash_attn load_best_model_at_end log_level logging_dir logging_first_step
-logging_strategy lazy_tokenize low_cpu_mem_usage metric_for_best_model overwrite_cache
+logging_nan_inf_filter logging_strategy lazy_tokenize low_cpu_mem_usage metric_for_best_model
+overwrite_cache
 overwrite_output_dir packing per_device_eval_batch_size plot_loss preprocessing_num_workers
 push_to_hub run_name save_on_each_node save_only_model save_safetensors streaming
 fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
-tf32 trust_remote_code use_fast_tokenizer use_hf use_ray gradient_checkpointing_kwargs
+trust_remote_code use_fast_tokenizer use_hf use_ray gradient_checkpointing_kwargs
 torch_compile
 """
 # those of adapters change nothing without them
-UNUSED_SUBJECTS = ("lora_", "dataloader_", "logging_", "hub_", "ray_", "swanlab_", "eval_")
+UNUSED_SUBJECTS = ("lora_", "dataloader_", "hub_", "ray_", "swanlab_", "eval_")
 # arguments of a model with new weights, which is described in keys here
 _OF_NEW_MODEL = ("config_name", "model_type", "config_overrides")
 DATA_NAMES = tuple(_OF_DATA.split())
@@ -157,8 +158,7 @@ OFF = ("false", "none", "null", "no", "")
 
 def is_unused(name: str) -> bool:
     """Return True if an argument has no meaning here."""
-    is_of_subject = name.startswith(UNUSED_SUBJECTS) and name not in NUMBERS
-    return name in UNUSED_NAMES or is_of_subject
+    return name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS)
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,14 @@ class TrainerArguments:
         programs = [program for program, marks in MARKS.items() if marks & given.keys()]
         self.program = next(iter(programs), TRAINER)
         self.defaults = {**DEFAULTS, **OF_PROGRAM[self.program]}
-        typed_names = {SAME.get(name, name): name for name in given}
-        for name, typed in typed_names.items():
+        for typed, argument in given.items():
+            name = SAME.get(typed, typed)
             if typed in dropped or name in dropped:
-                self.left_out[typed] = given[typed].said
+                self.left_out[typed] = argument.said
+            elif name in self.said:
+                self._refuse(argument, f"{self.said[name]} says it already: leave one of them out")
             else:
-                self._take(name, given[typed])
+                self._take(name, argument)
 
     def _take(self, name: str, argument: Given) -> None:
         """Read an argument, note it, or add a problem."""
@@ -444,6 +446,8 @@ def _add_precision(settings: TrainerArguments) -> None:
     if not dtype and draft.given("precision.compute"):
         return  # accelerate's configuration says it
     settings.put("precision.compute", dtype or "fp32", "bf16", "fp16", "torch_dtype")
+    if settings.get("tf32"):
+        settings.put("precision.tf32", True, "tf32")
     if dtype:
         draft.notes.append(
             "precision.compute: weights have a master copy in FP32 here; the Trainer has one with "

@@ -102,6 +102,35 @@ def test_the_proposed_command_keeps_what_was_given_before(
     assert (run.lr.peak, run.train.seed, run.parallel.data) == (1e-4, 7, 4)
 
 
+def test_the_proposed_command_is_without_a_drop_of_what_is_not_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.sh").write_text(f"{RUN} {BASE} --sft --fim-rate 0.25\n")
+    assert main(["import-args", "a.sh", "--drop", "no-such,sft", "--drop", "nothing"]) == 2
+    said = capsys.readouterr().err
+    assert "--drop nothing: no such argument is given" in said
+    (told,) = re.findall("all answers at once.*: megaprec (.*)", said)
+    assert told == "import-args a.sh --drop sft,fim-rate -o run.toml"
+    assert main(shlex.split(told)) == 0
+    assert main(["import-args", "a.sh", "--drop", "sft,fim-rate,nothing"]) == 2
+    assert "import-args a.sh --drop sft,fim-rate -o run.toml" in capsys.readouterr().err
+
+
+def test_the_proposed_command_names_what_is_missing_beside_deepspeed_and_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}')
+    words = ["import-args", "ds.json", "model.preset=llama-demo", "--ranks", "2"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "llama-2-7b" not in said and "train.seq_length=4096" in said
+    (told,) = re.findall("all answers at once.*: megaprec (.*)", said)
+    assert "train.steps=" in told and "train.seq_length=" in told
+    assert main(shlex.split(re.sub("(?<==)VALUE", "64", told))) == 0
+
+
 def test_what_only_names_a_place_of_this_run_needs_no_answer(tmp_path: Path) -> None:
     places = '--save "$OUT/a" --load "$OUT/a" --tensorboard-dir $LOGS --vocab-file $1 --wandb-exp-name $(date)'
     made = imported(f"{RUN} {BASE} {places} --save-interval 10", tmp_path)

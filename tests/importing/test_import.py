@@ -626,7 +626,8 @@ def test_an_argument_that_is_dropped_is_left_out_and_named() -> None:
         frozenset({"rampup_batch_size", "no_such"}),
     )
     assert "# - left out, as --drop says: --rampup-batch-size 2 2 4" in made.text
-    assert refused(BASE, drop="swiglu") == ("--drop swiglu: no such argument is given",)
+    (told,) = refused(BASE, drop="swiglu")
+    assert told.startswith("--drop swiglu: no such argument is given")
 
 
 def test_ranks_that_share_sequences_are_ranks_of_a_replica(tmp_path: Path) -> None:

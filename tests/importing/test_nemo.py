@@ -155,9 +155,36 @@ def test_a_ratio_of_the_run_is_its_warm_up(tmp_path: Path) -> None:
     assert run_of(tmp_path, changes).lr.warmup == 2
 
 
+# 1e6 is a text in YAML
+@pytest.mark.parametrize("base", [500000.0, "5e5", 500000])
+def test_a_whole_number_may_be_written_as_any_number(base: object, tmp_path: Path) -> None:
+    changes = {"model.rotary_base": base, "trainer.max_steps": 2e2}
+    run = run_of(tmp_path, changes)
+    assert run.model.rope_base == 500000.0 and run.train.steps == 200
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay"), [("adamw", 0.01), ("fused_adam", 0.0), ("distributed_fused_adam", 0.0)]
+)
+def test_a_decay_that_no_file_says_is_that_of_the_optimizer(
+    optimizer: str, decay: float, tmp_path: Path
+) -> None:
+    changes = {"model.optim.name": optimizer, "model.optim.weight_decay": None}
+    assert run_of(tmp_path, changes).optimizer.weight_decay == decay
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"model.optim.sched.warmup_ratio": 0.1}, "model.optim.sched.warmup_ratio"),
+        (
+            {"model.optim.sched.warmup_steps": None, "model.optim.sched.warmup_ratio": 1.5},
+            "model.optim.sched.warmup_ratio",
+        ),
+        (
+            {"model.optim.sched.warmup_steps": None, "model.optim.sched.warmup_ratio": -0.1},
+            "model.optim.sched.warmup_ratio",
+        ),
         ({"model.transformer_block_type": "post_ln"}, "model.transformer_block_type"),
         ({"model.position_embedding_type": "alibi"}, "model.position_embedding_type"),
         ({"model.optim.name": "adafactor"}, "model.optim.name"),

@@ -88,6 +88,45 @@ def test_checkpoints_are_saved_as_the_strategy_says(
     assert f"\n{every}" in imported(written(tmp_path, change), ranks=4).text
 
 
+def test_no_argument_that_is_read_is_among_those_that_have_no_meaning_here() -> None:
+    read = {*trainer.NUMBERS, *trainer.TEXTS, *trainer.FLAGS, *trainer.FIXED, *trainer.SAME}
+    assert not [name for name in read if trainer.is_unused(name)]
+
+
+def test_steps_between_saves_and_lines_may_be_a_fraction_of_the_run(tmp_path: Path) -> None:
+    change = {"max_steps": 101, "save_steps": 0.1, "logging_steps": 0.05}
+    made = imported(written(tmp_path, change), ranks=4)
+    assert "\n[checkpoint]\nevery = 11 " in made.text and "\n[log]\nevery = 6 " in made.text
+    made = imported(written(tmp_path, {"save_steps": 7.0, "logging_steps": "3"}), ranks=4)
+    assert "\n[checkpoint]\nevery = 7 " in made.text and "\n[log]\nevery = 3 " in made.text
+    open_steps = written(tmp_path, {"max_steps": -1, "save_steps": 0.1})
+    with pytest.raises(UserError) as refused:
+        imported(open_steps, ranks=4)
+    (problem,) = refused.value.problems
+    assert "train.steps=N" in problem
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_the_dtype_of_weights_has_two_names(name: str, tmp_path: Path) -> None:
+    made = imported(written(tmp_path, {"bf16": False, name: "bfloat16"}), ranks=4)
+    assert '\ncompute = "bf16" ' in made.text
+
+
+def test_a_model_beside_needs_no_folder_of_weights(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    line = "torchrun --nproc_per_node 2 run_clm.py --max_steps 9 --block_size 64 --train_file a.txt"
+    path.write_text(
+        f"{line} --learning_rate 1e-4 --per_device_train_batch_size 2 "
+        "--config_name gpt2 --config_overrides n_layer=2\n"
+    )
+    with pytest.raises(UserError) as refused:
+        imported(path)
+    assert all("model.preset=" in problem for problem in refused.value.problems)
+    made = imported(path, keys=["model.preset=gpt2"])
+    assert "init_from" not in made.text
+    assert any("--config_name gpt2" in note for note in made.notes)
+
+
 @pytest.mark.parametrize("strategy", ["epoch", "best"])
 def test_a_strategy_that_no_run_has_here_asks_for_the_steps(strategy: str, tmp_path: Path) -> None:
     path = written(tmp_path, {"save_strategy": strategy})

@@ -10,6 +10,8 @@ from tools.config.run_file import known_keys
 from tools.interop.importing.megatron_model import REQUIRED
 
 ARGUMENT = re.compile(r"(?<!\S)--([\w.-]+)")
+NOT_THERE = re.compile(r"^--drop (\S+): no such argument is given")
+MISSING = re.compile(r"([a-z][a-z0-9]*\.[a-z_]+) is missing")
 ASSUME = re.compile(r"--assume (\w+)=VALUE")
 KEY = re.compile(r"(?<![\w.])([a-z][a-z0-9]*\.[a-z_]+)=(\"\w*\"|\w+(?:[.-]\w+)*|)")
 # arguments that no run of Megatron-LM is without
@@ -31,18 +33,22 @@ LONGEST = 1500  # letters of a command
 class Asked:
     """The words that a command was given.
 
-    sources: all but options. options: those of answers. output: the file to write.
+    sources: all but options. options: those of answers but --drop. dropped: the names that --drop
+    has. output: the file to write.
     """
 
     sources: Sequence[str]
     options: Sequence[str] = ()
     output: str = "run.toml"
+    dropped: Sequence[str] = ()
 
 
 def command_with_answers(asked: Asked, problems: Sequence[Problem]) -> str:
     """Return the line that proposes a command with the answers to problems; "" if there are
     none."""
-    dropped = dict[str, None]()
+    not_there = {name for problem in problems for name in NOT_THERE.findall(problem)}
+    kept = [name for name in asked.dropped if name.replace("-", "_") not in not_there]
+    dropped = dict.fromkeys(kept)
     others = dict[str, None]()
     for problem in problems:
         answer, name = _answer(problem)
@@ -50,14 +56,14 @@ def command_with_answers(asked: Asked, problems: Sequence[Problem]) -> str:
             dropped[name] = None
         elif answer:
             others[answer] = None
-    if not dropped and not others:
+    if len(dropped) == len(kept) and not others and not not_there:
         return ""
     words = [shlex.quote(option) for option in asked.options]
     words += others
     if dropped:
         words.append(f"--drop {','.join(dropped)}")
     given = shlex.join(asked.sources)
-    end = f"{' '.join(words)} -o {shlex.quote(asked.output)}"
+    end = " ".join([*words, "-o", shlex.quote(asked.output)])
     command = f"megaprec import-args {given} {end}"
     if len(command) > LONGEST:
         command = f"megaprec import-args ... {end}"
@@ -74,6 +80,8 @@ def _answer(problem: Problem) -> tuple[str, str]:
     said, _, remedy = problem.partition(": ")
     if assumed := ASSUME.search(problem):
         return f"--assume {assumed[1]}=VALUE", ""
+    if (missing := MISSING.match(problem)) and missing[1] in known_keys():
+        return f"{missing[1]}=VALUE", ""
     if re.search(r"--ranks (?:N|says|gives)", problem):
         return "--ranks N", ""
     for key, value in KEY.findall(remedy):
@@ -96,18 +104,24 @@ def can_be_dropped(problem: Problem) -> bool:
     them."""
     # before the colon stands how they were given
     said, colon, _ = problem.partition(":")
-    if not colon or not said.startswith("--") or " is missing" in said:
+    if NOT_THERE.match(problem) or not colon or not said.startswith("--") or " is missing" in said:
         return False
     names = {name.replace("-", "_") for name in names_said(said)}
     return not names.issubset(NEEDED)
 
 
 def dropped_names(given: Sequence[str]) -> Iterator[str]:
-    """Yield the names of --drop as Megatron-LM's argparse names them. One --drop may have several,
-    with commas."""
+    """Yield the names of --drop as Megatron-LM's argparse names them."""
+    for name in typed_names(given):
+        yield name.replace("-", "_")
+
+
+def typed_names(given: Sequence[str]) -> Iterator[str]:
+    """Yield the names of --drop without their first dashes. One --drop may have several, with
+    commas."""
     for names in given:
         for name in names.split(","):
-            yield name.strip().lstrip("-").replace("-", "_")
+            yield name.strip().lstrip("-")
 
 
 def with_names_of_drop(words: Sequence[str]) -> list[str]:

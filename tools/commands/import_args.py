@@ -27,6 +27,7 @@ from tools.commands.import_answers import (
     can_be_dropped,
     command_with_answers,
     dropped_names,
+    typed_names,
     with_names_of_drop,
 )
 from tools.commands.notes import tell_notes
@@ -120,10 +121,9 @@ def _asked(args: argparse.Namespace) -> Asked:
     """Return the words that the command was given, from which `command_with_answers` makes the
     command that answers its problems."""
     options = [f"--assume={assumption}" for assumption in args.assume]
-    options += [f"--drop={names}" for names in args.drop]
     options += [f"--ranks={args.ranks}"] if args.ranks is not None else []
     output = str(args.output) if args.output is not None else "run.toml"
-    return Asked(args.overrides, options, output)
+    return Asked(args.overrides, options, output, [*typed_names(args.drop)])
 
 
 def _hints(problems: Sequence[Problem], asked: Asked) -> Iterator[str]:

@@ -66,27 +66,33 @@ _REFUSED = {
     """,
     "the inputs of a model are token ids, which are not cast": "fp16.auto_cast=false",
     "master weights are FP32 here: remove it": "fp16.fp16_master_weights_and_grads=false",
-    (
-        "remove it, and give precision.masters, precision.moments, precision.on_nonfinite, "
-        "precision.hysteresis_refill, precision.buffers or precision.compute beside the file"
-    ): """
-        bf16.bf16_master_weights_and_grads=false bf16.bf16_optimizer_states=false
-        bf16.check_grad_overflow=true fp16.consecutive_hysteresis=false
-        data_types.buffer_dtype=null data_types.param_dtype=null
+    "give precision.masters=none beside the file": """
+        bf16.bf16_master_weights_and_grads=false
     """,
+    "give precision.moments=bf16 beside the file": """
+        bf16.bf16_optimizer_states=false
+    """,
+    "give precision.on_nonfinite beside the file": """
+        bf16.check_grad_overflow=true
+    """,
+    "give precision.hysteresis_refill=good_step beside the file": """
+        fp16.consecutive_hysteresis=false
+    """,
+    "give precision.buffers beside the file": "data_types.buffer_dtype=null",
+    "give precision.compute beside the file": "data_types.param_dtype=null",
     "weight decay is decoupled in adamw: optimizer.name=Adam adds it to the gradient": """
         optimizer.params.adam_w_mode=true
     """,
-    "remove it, and give optimizer.weight_decay beside the file": """
+    "give optimizer.weight_decay beside the file": """
         optimizer.params.torch_adam=false
     """,
     "lr.initial is the rate that a warm-up begins with": "scheduler.params.warmup_min_ratio=0",
-    "remove it, and give lr.final beside the file": "scheduler.params.cos_min_ratio",
+    "give lr.final beside the file": "scheduler.params.cos_min_ratio",
     "the loss is scaled with FP16 alone": "bf16.loss_scale=1",
     "gradients are accumulated after each micro-batch in any case": """
         bf16.immediate_grad_update=false
     """,
-    "remove it, and give precision.compute=fp16 beside the file": "amp.enabled=false",
+    "give precision.compute=fp16 beside the file": "amp.enabled=false",
     "adamw always corrects its bias": "optimizer.params.bias_correction=true",
     "there is no amsgrad here": "optimizer.params.amsgrad=false",
     "give optimizer.options = {momentum = ..., nesterov = true}": """
@@ -97,7 +103,7 @@ _REFUSED = {
     "a schedule begins with the run, or goes on from a checkpoint": """
         scheduler.params.last_batch_iteration=-1
     """,
-    "remove it, and give precision.compute=bf16 beside the file": "torch_autocast.enabled=false",
+    "give precision.compute=bf16 beside the file": "torch_autocast.enabled=false",
     "communication_data_type is the key for it": "fp32_allreduce=false",
     "gradients are averaged over replicas here: remove it": 'gradient_allreduce_op="mean"',
     "an update follows all micro-batches of a step: remove it": """

@@ -5,6 +5,7 @@ whole batch is the micro-batch times the accumulation steps times the replicas, 
 follows from the rest.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -37,6 +38,7 @@ OWN_OPTION: Mapping[str, tuple[str, Any]] = {
     "lion": ("betas", [0.9, 0.99]),
 }
 CLIP = 1.0  # the default of gradient_clipping
+BESIDE = re.compile(r"give (\w+\.\w+)\S* beside")
 SHORTEST_WARMUP = 2  # steps, of DeepSpeed's WarmupLR
 SCHEDULER_PARAMS = "scheduler.params"
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
@@ -133,8 +135,11 @@ def _read_leaves(content: Mapping[str, Any], config: DeepSpeedConfig) -> dict[st
     unused = dict[str, str]()
     for path, value in _leaves("", content):
         problem = _problem(path, value, config.draft)
-        if problem:
-            config.draft.problems.append(f"{path} = {value!r} ({config.place}): {problem}")
+        said = f"{path} = {value!r} ({config.place})"
+        if problem and (key := _key_beside(problem, config.draft)):
+            config.draft.notes.append(f"{said}: {key} that is given beside counts instead")
+        elif problem:
+            config.draft.problems.append(f"{said}: {problem}")
         elif path not in READ and is_unused(path):
             unused[path] = f"{path} = {value!r}"
         elif path in READ and value is not None:
@@ -164,6 +169,12 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
     if is_unused(path):
         return ""
     return f"no such key of DeepSpeed is known here{did_you_mean(path, [*READ, *WHY, *UNUSED])}"
+
+
+def _key_beside(problem: str, draft: Draft) -> str:
+    """Return the key that a problem asks for beside the file; "" unless the user gives it."""
+    asked = BESIDE.search(problem)
+    return "" if asked is None or draft.needs(asked[1]) else asked[1]
 
 
 def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
@@ -444,11 +455,13 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
             "DeepSpeed decays all parameters that it is given; here biases and norms have no "
             "weight decay (optimizer.groups changes it by name)"
         )
-    if config.get("scheduler.type") is None:
+    schedule = config.get("scheduler.type")
+    # those that are read say the peak themselves
+    if schedule not in (*SCHEDULES, "auto"):
         config.put("lr.peak", config.get(f"{prefix}.lr", RATE), f"{prefix}.lr")
-        if "lr.schedule" not in draft.keys:
-            origin = "no scheduler in DeepSpeed's configuration"
-            config.put("lr.schedule", "constant", origin=origin)
+    if schedule is None and "lr.schedule" not in draft.keys:
+        origin = "no scheduler in DeepSpeed's configuration"
+        config.put("lr.schedule", "constant", origin=origin)
 
 
 def _add_clipping(config: DeepSpeedConfig) -> None:
@@ -475,7 +488,14 @@ def _add_schedule(config: DeepSpeedConfig) -> None:
         return
     if kind not in SCHEDULES:
         if draft.needs("lr.schedule"):
-            config.refuse("scheduler.type", f"of DeepSpeed's, {', '.join(SCHEDULES)} are read")
+            ways = f"{', '.join(SCHEDULES)} are read; or give lr.schedule=... beside"
+            config.refuse("scheduler.type", f"of DeepSpeed's, {ways}")
+        else:
+            of_schedule = [key for key in config.leaves if key.startswith("scheduler.")]
+            draft.notes.append(
+                f"{config.origin(*of_schedule)} ({config.place}): lr.schedule that is given beside "
+                "counts instead, with its lr.warmup, lr.length and lr.final"
+            )
         return
     _add_warmup(config)
     config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")

@@ -49,7 +49,6 @@ SAME: Mapping[str, tuple[str, Any]] = {
     "model.data.reset_position_ids": ("reset_position_ids", False),
     "model.data.reset_attention_mask": ("reset_attention_mask", False),
     "model.optim.lr": ("lr", None),
-    "model.optim.weight_decay": ("weight_decay", 0.0),
     "model.optim.eps": ("adam_eps", 1e-8),
     "trainer.max_steps": ("train_iters", None),
     "trainer.val_check_interval": ("eval_interval", None),
@@ -98,6 +97,7 @@ exp_manager.checkpoint_callback_params.every_n_train_steps model.activation mode
 model.bias_activation_fusion model.bias_gelu_fusion model.data.data_prefix model.data.seq_length
 model.ffn_hidden_size model.make_vocab_size_divisible_by model.normalization
 model.num_query_groups model.openai_gelu model.optim.betas model.optim.name
+model.optim.weight_decay
 model.optim.sched.constant_steps model.optim.sched.min_lr model.optim.sched.warmup_ratio
 model.optim.sched.warmup_steps model.position_embedding_type
 model.share_embeddings_and_output_weights trainer.devices trainer.num_nodes
@@ -236,6 +236,9 @@ def _add_optimizer(made: Renamed) -> None:
     is_sharded = made.choice("model.optim.name", "fused_adam", OPTIMIZERS)
     if is_sharded:
         made.give("use_distributed_optimizer", True)
+    # torch's own AdamW decays by itself
+    usual = 0.01 if made.values.get("model.optim.name") == "adamw" else 0.0
+    made.give("weight_decay", made.get("model.optim.weight_decay", usual))
     betas = made.get("model.optim.betas", [0.9, 0.999])
     if isinstance(betas, list) and len(betas) == 2:
         made.give("adam_beta1", betas[0])
@@ -255,7 +258,11 @@ def _add_rate(made: Renamed) -> None:
     constant = made.whole("model.optim.sched.constant_steps", 0) or 0
     warmup = made.whole("model.optim.sched.warmup_steps", None)
     ratio = made.number("model.optim.sched.warmup_ratio", None)
-    if warmup is None and ratio and steps and 0 < ratio < 1:
+    if ratio is not None and not 0 <= ratio < 1:
+        made.refuse("model.optim.sched.warmup_ratio", "give a fraction of the run below 1")
+    elif ratio is not None and warmup is not None:
+        made.refuse("model.optim.sched.warmup_ratio", "give it or model.optim.sched.warmup_steps")
+    elif ratio and steps:
         warmup = int(ratio * steps)
     warmup = warmup or 0
     peak = made.number("model.optim.lr", None)

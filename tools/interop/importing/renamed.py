@@ -1,13 +1,17 @@
 """Settings of a system that has Megatron-LM's arguments under names of its own."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
+from tools.interop.arguments.megatron import READ
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.read_arguments import read_table
 
+WHOLE = ("size", "count", "int")  # kinds of arguments
+WITH_EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE]\+?\d{1,2}")
 OFF = (None, False, "", [], {})
 
 
@@ -21,6 +25,15 @@ class NotKnown:
 
     def __repr__(self) -> str:
         return self.why
+
+
+def as_whole(value: Any) -> Any:
+    """Return a value, and a whole number for one that is written as 5e5 or 500000.0. YAML has 5e5
+    as a text."""
+    if isinstance(value, str) and WITH_EXPONENT.fullmatch(value):
+        value = float(value)
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 Names = Mapping[str, tuple[str, Any]]
@@ -59,7 +72,7 @@ class Renamed:
 
     def whole(self, name: str, default: int | None) -> int | None:
         """Return a setting that is a whole number, or add a problem."""
-        value = self.get(name, default)
+        value = as_whole(self.get(name, default))
         if value is None:
             return None
         is_whole = type(value) is int  # which a bool is not
@@ -101,6 +114,9 @@ class Renamed:
 
     def give(self, argument: str, value: Any) -> None:
         """Set an argument of Megatron-LM, unless the value is None."""
+        row = READ.get(argument)
+        if row is not None and row.kind in WHOLE:
+            value = as_whole(value)
         if value is not None:
             self.arguments[argument] = value
 

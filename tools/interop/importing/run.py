@@ -202,7 +202,7 @@ def _tell_left_out(arguments: Arguments) -> None:
     """Note what --drop leaves out; it is a problem if it is not there."""
     draft = arguments.draft
     for name in sorted(arguments.dropped - arguments.left_out.keys()):
-        draft.problems.append(f"--drop {name}: no such argument is given")
+        draft.problems.append(f"--drop {name}: no such argument is given: leave this --drop out")
     for said in arguments.left_out.values():
         draft.notes.append(f"left out, as --drop says: {said}")
 
@@ -325,14 +325,26 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
                 line = problem.replace(f"file {path}", "imported")
                 problems.append(f"{_arguments_behind(line, draft)}{line}")
             if not (sources.megatron or sources.trainer or sources.torchtitan):
-                whose = "accelerate" if sources.accelerate else "DeepSpeed"
-                others = "Hugging Face's Trainer" if sources.accelerate else "Megatron-LM"
-                problems.append(
-                    f"{whose}'s configuration says nothing of model, data and length: give the "
-                    f"arguments of {others} too, or keys such as model.preset=llama-2-7b "
-                    "train.steps=1000 train.seq_length=4096"
-                )
+                problems += _ways_to_the_rest(draft, sources)
             raise UserError(*problems) from error
+
+
+def _ways_to_the_rest(draft: Draft, sources: Sources) -> Iterator[str]:
+    """Yield the line on what a configuration that says nothing of model and length needs beside,
+    unless all of it is given."""
+    has_model = any(key.startswith(("model.", "train.init_from")) for key in draft.settled)
+    examples = [] if has_model else ["model.preset=llama-2-7b"]
+    for key, number in (("train.steps", 1000), ("train.seq_length", 4096)):
+        if draft.value(key) is None:
+            examples.append(f"{key}={number}")
+    if not examples:
+        return
+    whose = "accelerate" if sources.accelerate else "DeepSpeed"
+    others = "Hugging Face's Trainer" if sources.accelerate else "Megatron-LM"
+    yield (
+        f"{whose}'s configuration says nothing of model, data and length: give the arguments of "
+        f"{others} too, or keys such as {' '.join(examples)}"
+    )
 
 
 def _stand_in(draft: Draft) -> list[str]:

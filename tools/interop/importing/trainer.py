@@ -46,9 +46,9 @@ NUMBERS: Mapping[str, Callable[[str], Any]] = {
     "max_steps": int,
     "warmup_steps": float,
     "seed": int,
-    "save_steps": int,
+    "save_steps": float,
     "save_total_limit": int,
-    "logging_steps": int,
+    "logging_steps": float,
     "warmup_ratio": float,
     "num_train_epochs": float,
     "learning_rate": float,
@@ -110,6 +110,8 @@ torch_compile
 """
 # those of adapters change nothing without them
 UNUSED_SUBJECTS = ("lora_", "dataloader_", "hub_", "ray_", "swanlab_", "eval_")
+# arguments of a model with new weights, which is described in keys here
+_OF_NEW_MODEL = ("config_name", "model_type", "config_overrides")
 DATA_NAMES = tuple(_OF_DATA.split())
 UNUSED_NAMES = frozenset(_UNUSED.split())
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "bf16"}
@@ -154,6 +156,11 @@ STAGE = re.compile(r"(?:zero|z)([0-3])\Z")
 OFF = ("false", "none", "null", "no", "")
 
 
+def is_unused(name: str) -> bool:
+    """Return True if an argument has no meaning here."""
+    return name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS)
+
+
 @dataclass(frozen=True)
 class Given:
     """An argument as it is given. unknown: why its value is not known; None if it is."""
@@ -192,10 +199,9 @@ class TrainerArguments:
         """Read an argument, note it, or add a problem."""
         text = argument.value.strip()
         self.said[name] = argument.said
-        is_unused = name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS)
         # where this run is kept, and a seed that the shell draws
         is_open = name in ("output_dir", "seed") and argument.unknown
-        if is_unused or is_open:
+        if is_unused(name) or is_open:
             self.unused[name] = argument.said
         elif name in DATA_NAMES and name not in HOLD_OUTS:  # the user says what becomes of them
             return
@@ -216,12 +222,25 @@ class TrainerArguments:
             self._take_flag(name, text, argument)
         elif name in TEXTS:
             self.values[name] = text
+        elif name in _OF_NEW_MODEL:
+            self._answer_for_new_model(argument)
         elif text.lower() in OFF:
             self.unused[name] = argument.said
         else:
             known = (*NUMBERS, *TEXTS, *FLAGS, *FIXED, *SAME)
             hint = did_you_mean(name, known)
             self._refuse(argument, f"no such argument is known here{hint}")
+
+    def _answer_for_new_model(self, argument: Given) -> None:
+        """Note that the model given beside counts, or add a problem if there is none."""
+        if has_model(self.draft):
+            self.draft.notes.append(
+                f"{argument.said}: the model that is given beside counts instead"
+            )
+        else:
+            self._refuse(
+                argument, "a new model is described in keys here: give model.preset=... beside"
+            )
 
     def _take_number(self, name: str, text: str, argument: Given) -> None:
         try:
@@ -295,13 +314,19 @@ def add_trainer(
     return settings, _deepspeed(settings, folder, documents)
 
 
+def has_model(draft: Draft) -> bool:
+    """Return True if the user gives a model in keys beside the arguments."""
+    return any(key.startswith("model.") for key in draft.settled)
+
+
 def _add_model(settings: TrainerArguments) -> None:
     """Add the model whose weights are trained further, by its folder."""
     draft = settings.draft
     name = "model_name_or_path"
     path = settings.get(name)
     if path is None:
-        if draft.needs("train.init_from"):
+        is_new = any(of_new in settings.said for of_new in _OF_NEW_MODEL)
+        if draft.needs("train.init_from") and not is_new and not has_model(draft):
             draft.missing.append(
                 f"--{name} is missing: train.init_from=FOLDER names the model, or model.preset=..."
             )
@@ -452,7 +477,7 @@ def _add_rest(settings: TrainerArguments) -> None:
     _add_saves(settings)
     limit = settings.get("save_total_limit")
     settings.put("checkpoint.keep", limit or "all", "save_total_limit")
-    settings.put("log.every", settings.get("logging_steps"), "logging_steps")
+    _put_steps_between(settings, "log.every", "logging_steps")
     trackers = str(settings.get("report_to") or "").split()
     known = [tracker for tracker in trackers if tracker in ("tensorboard", "wandb")]
     if known:
@@ -463,7 +488,7 @@ def _add_saves(settings: TrainerArguments) -> None:
     """Add the steps between checkpoints."""
     strategy = (settings.get("save_strategy") or "steps").lower()
     if strategy == "steps":
-        settings.put("checkpoint.every", settings.get("save_steps"), "save_steps")
+        _put_steps_between(settings, "checkpoint.every", "save_steps")
     elif strategy in OFF:
         # the end of the run is saved, as the programs save their model
         settings.put("checkpoint.every", 0, "save_strategy")
@@ -472,6 +497,18 @@ def _add_saves(settings: TrainerArguments) -> None:
             f"{settings.said['save_strategy']}: checkpoints are saved every N steps here: give "
             "checkpoint.every=N beside, or 0 for the end alone"
         )
+
+
+def _put_steps_between(settings: TrainerArguments, key: str, name: str) -> None:
+    """Set a key to a number of steps, which below 1 is a fraction of the run's."""
+    draft = settings.draft
+    every = settings.get(name)
+    if 0 < every < 1:
+        steps = draft.value("train.steps")
+        if not isinstance(steps, int):
+            return  # another line says that they are not known
+        every = ceil(steps * every)
+    settings.put(key, int(every) if every == int(every) else every, name)
 
 
 def _add_held_out(settings: TrainerArguments) -> None:

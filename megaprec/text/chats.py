@@ -284,11 +284,11 @@ def _says_two_things(item: Mapping[str, Any]) -> bool:
     content = item.get("content")
     role = item.get("role")
     sender = item.get("from")
-    has_other_content = content is not None and content != value
-    has_both_roles = isinstance(role, str) and isinstance(sender, str)
-    return has_other_content or (
-        has_both_roles and ROLES.get(role, role) != ROLES.get(sender, sender)
-    )
+    if content is not None and content != value:
+        return True
+    if not isinstance(role, str) or not isinstance(sender, str):
+        return False
+    return ROLES.get(role, role) != ROLES.get(sender, sender)
 
 
 def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:

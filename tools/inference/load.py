@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """What the folder of a model says of it besides its weights.
+    """A model as its folder describes it, without its weights.
 
     begin: id of the token before a document, if any.
     ends: ids that end a document.

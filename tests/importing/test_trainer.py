@@ -106,6 +106,14 @@ def test_steps_between_saves_and_lines_may_be_a_fraction_of_the_run(tmp_path: Pa
     assert "train.steps=N" in problem
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e999", "9" * 400, "ten"])
+@pytest.mark.parametrize("name", ["save_steps", "logging_steps", "learning_rate", "max_steps"])
+def test_a_number_that_is_none_is_refused_by_name(name: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        imported(written(tmp_path, {name: value}), ranks=4)
+    assert [problem for problem in refused.value.problems if name in problem]
+
+
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
 def test_the_dtype_of_weights_has_two_names(name: str, tmp_path: Path) -> None:
     made = imported(written(tmp_path, {"bf16": False, name: "bfloat16"}), ranks=4)

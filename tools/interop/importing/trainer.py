@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
+from megaprec.kinds import is_number
 from tools.interop.importing.draft import Draft
 from tools.interop.importing.megatron_data import OPEN_SOURCE
 from tools.interop.importing.named_files import read_named_json
@@ -244,8 +245,12 @@ class TrainerArguments:
 
     def _take_number(self, name: str, text: str, argument: Given) -> None:
         try:
-            self.values[name] = NUMBERS[name](text)
+            number = NUMBERS[name](text)
         except ValueError:
+            number = None
+        if is_number(number):
+            self.values[name] = number
+        else:
             self._refuse(argument, "give a number")
 
     def _take_flag(self, name: str, text: str, argument: Given) -> None:

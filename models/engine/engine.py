@@ -362,7 +362,6 @@ class Engine:
             device=self.device,
         )
         self._attention_logits = _attention_logits(rank_stages, optimizer, self.device)
-        self._failed = False  # True after an error, if other ranks may wait for this one's messages
         optimizer.observers += observers
 
     @classmethod
@@ -443,26 +442,18 @@ class Engine:
         limits: as for `ParallelAMPOptimizer.step`.
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
         for an error. After another error in the middle of a step a process without other ranks has
-        discarded its gradients and can take the next step; several ranks cannot go on.
+        discarded its gradients and can take the next step; of several ranks others may wait.
         """
-        if self._failed:
-            raise UserError.of("pipeline.failed_before")
         try:
             state = self.accumulate(share, number, recording)
             return self.update(state, lr, limits)
         except (NonFiniteStep, OutsideVocabulary):
             raise  # on all ranks alike, and the next step can be taken
         except Exception:
-            self._give_up()
+            # other ranks may be in the middle of the step, and then there is no next one
+            if self.optimizer.world.size == 1:
+                self.optimizer.zero_grad()
             raise
-
-    def _give_up(self) -> None:
-        """Discard what is left of a failed step, so that another can be taken. With other ranks
-        there cannot be another: these are still in the middle of the step."""
-        if self.optimizer.world.size > 1:
-            self._failed = True
-        else:
-            self.optimizer.zero_grad()
 
     def accumulate(
         self,

@@ -153,8 +153,9 @@ def main(args: argparse.Namespace) -> int:
                 pipeline=args.pipeline,
                 max_local_ranks=MAX_LOCAL_RANKS,
             )
+        device = device_of_option(args.device, ranks=replica_ranks)
         if replica_ranks == 1:
-            return _evaluate(args, None, device_of_option(args.device, ranks=1))
+            return _evaluate(args, None, device)
         _require_ready(args)
         run_local(_rank_command(args), replica_ranks)
         return 0

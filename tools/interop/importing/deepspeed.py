@@ -135,11 +135,8 @@ def _read_leaves(content: Mapping[str, Any], config: DeepSpeedConfig) -> dict[st
     unused = dict[str, str]()
     for path, value in _leaves("", content):
         problem = _problem(path, value, config.draft)
-        said = f"{path} = {value!r} ({config.place})"
-        if problem and (key := _key_beside(problem, config.draft)):
-            config.draft.notes.append(f"{said}: {key} that is given beside counts instead")
-        elif problem:
-            config.draft.problems.append(f"{said}: {problem}")
+        if problem:
+            _tell_problem(f"{path} = {value!r} ({config.place})", problem, config.draft)
         elif path not in READ and is_unused(path):
             unused[path] = f"{path} = {value!r}"
         elif path in READ and value is not None:
@@ -169,6 +166,16 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
     if is_unused(path):
         return ""
     return f"no such key of DeepSpeed is known here{did_you_mean(path, [*READ, *WHY, *UNUSED])}"
+
+
+def _tell_problem(said: str, problem: str, draft: Draft) -> None:
+    """Add a problem of a leaf, or a note if a key that the user gives answers it. said: the leaf,
+    and where it stands."""
+    key = _key_beside(problem, draft)
+    if key:
+        draft.notes.append(f"{said}: {key} that is given beside counts instead")
+    else:
+        draft.problems.append(f"{said}: {problem}")
 
 
 def _key_beside(problem: str, draft: Draft) -> str:

@@ -256,15 +256,7 @@ def _add_rate(made: Renamed) -> None:
         return
     steps = made.whole("trainer.max_steps", None)
     constant = made.whole("model.optim.sched.constant_steps", 0) or 0
-    warmup = made.whole("model.optim.sched.warmup_steps", None)
-    ratio = made.number("model.optim.sched.warmup_ratio", None)
-    if ratio is not None and not 0 <= ratio < 1:
-        made.refuse("model.optim.sched.warmup_ratio", "give a fraction of the run below 1")
-    elif ratio is not None and warmup is not None:
-        made.refuse("model.optim.sched.warmup_ratio", "give it or model.optim.sched.warmup_steps")
-    elif ratio and steps:
-        warmup = int(ratio * steps)
-    warmup = warmup or 0
+    warmup = _warmup_steps(made, steps or 0)
     peak = made.number("model.optim.lr", None)
     made.give("lr_decay_style", "cosine")
     made.give("min_lr", made.get("model.optim.sched.min_lr", 0.0))
@@ -276,6 +268,21 @@ def _add_rate(made: Renamed) -> None:
         made.give("lr_decay_iters", steps - constant)
     elif warmup and peak:
         made.give("lr_warmup_init", peak / (warmup + 1))
+
+
+def _warmup_steps(made: Renamed, steps: int) -> int:
+    """Return the steps of the warm-up, which may be given as a fraction of those of the run, or add
+    a problem. steps: of the run; 0: not known."""
+    warmup = made.whole("model.optim.sched.warmup_steps", None)
+    ratio = made.number("model.optim.sched.warmup_ratio", None)
+    if ratio is None:
+        return warmup or 0
+    if not 0 <= ratio < 1:
+        made.refuse("model.optim.sched.warmup_ratio", "give a fraction of the run below 1")
+        return 0
+    if warmup is not None:
+        made.refuse("model.optim.sched.warmup_ratio", "give it or model.optim.sched.warmup_steps")
+    return int(ratio * steps)
 
 
 def _add_data(made: Renamed) -> None:

@@ -179,7 +179,7 @@ class CachedStage(Stage):
             )
         self._capacity = capacity
         self._text = torch.empty(0, batch, dtype=torch.int64, device=self.head.device)
-        for layer in self._attentions():
+        for layer in self._cached_layers():
             layer.reserve(batch, capacity)
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class CachedStage(Stage):
             # the keys that are kept were rotated by other angles: begin again with the whole text
             past = 0
             ids = text
-            for layer in self._attentions():
+            for layer in self._cached_layers():
                 layer.forget()
         self._text = text
         # The stage counts positions from the tokens that it is given.
@@ -232,7 +232,7 @@ class CachedStage(Stage):
         # of the last token alone: the tokens after the others are given
         return super()._logits(x[-1:])
 
-    def _attentions(self) -> list[CachedAttention | CachedRecurrence]:
+    def _cached_layers(self) -> list[CachedAttention | CachedRecurrence]:
         """Return the attentions, gated delta nets and Mamba-2 mixers of all layers."""
         kinds = (CachedAttention, CachedRecurrence)
         return [module for module in self.modules() if isinstance(module, kinds)]

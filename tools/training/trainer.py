@@ -136,7 +136,8 @@ class Trainer:
             monitor = optional_parts.RouterMonitor
             self._router_monitor = monitor(model.experts, model.experts_per_token)
         self.progress = TrainState()  # after the last step
-        self._first_ids: dict[str, Any] = {}  # of the first weights, for checkpoints
+        # entries for checkpoints: special tokens and settings of generation of the first weights
+        self._first_ids: dict[str, Any] = {}
         self._samples_of_step = range(0)  # positions of the last step's global batch
         self._share_of_step: Share | None = None  # of the last step
         self._invariants: Invariants | None = None  # while `run` takes steps
@@ -210,7 +211,8 @@ class Trainer:
 
     def _begin_with(self, folder: Path) -> None:
         """Load the weights of train.init_from, and draw what they lack: rows of new tokens, or
-        tensors that they do not have. Collective over the world."""
+        tensors that they do not have. Keep the special tokens and the settings of generation that
+        came with them, for checkpoints. Collective over the world."""
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
         drawn = optional_parts.InitialWeights(stages, optimizer.plan, self.config.train.seed)

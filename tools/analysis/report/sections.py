@@ -170,7 +170,8 @@ def _first_facts(run: Run) -> Iterator[Fact]:
 
 
 def _best_facts(run: Run) -> Iterator[Fact]:
-    """Yield the best of the checkpoints that are there, if the run keeps it."""
+    """Yield the best of the checkpoints that are there, if the run keeps it, and a note on what
+    cannot be read in the record of saves, by which it is found."""
     if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
         return
     evaluations = run.config.checkpoint.best
@@ -606,7 +607,8 @@ def _note_on_other_keys(run: Run, certificate: Any) -> Html:
 
 
 def faults(run: Run) -> Html | None:
-    """Return restarts, silent faults and the record of an abnormal end."""
+    """Return restarts, silent faults, ends before the last step, and the ranks that ended otherwise
+    than in order."""
     parts = list[Html]()
     if restarts := run.of_kind("restart"):
         rows = list[Row]()

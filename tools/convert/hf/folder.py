@@ -332,12 +332,14 @@ def _notes_on_unread(names: Sequence[str]) -> Iterator[str]:
 
 
 def _usual_prefix(model_type: str) -> str:
-    """Return the beginning of the names of a family in the table, but for the head."""
+    """Return the beginning of the names of a family in `HUGGING_FACE`, the table of names, but for
+    the head."""
     return PREFIXES.get(model_type, "model.")
 
 
 def with_usual_prefix(tensors: Mapping[str, TensorLike], model_type: str) -> dict[str, TensorLike]:
-    """Return the tensors with the prefix of the table in place of another one of the family."""
+    """Return the tensors with the prefix that their names have in `HUGGING_FACE`, in place of
+    another one of the family."""
     other = OTHER_PREFIXES.get(model_type)
     if other is None:
         return dict(tensors)

@@ -98,8 +98,8 @@ def _nemo1(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
 
 
 def _nxdt(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
-    """Yield the settings of neuronx-distributed-training, whose keys but for the type count if that
-    is "manual"."""
+    """Yield the settings of neuronx-distributed-training. Of its table `precision` only the type
+    counts, unless that is "manual"."""
     kind = find(tree, "precision.type")
     if kind is None:
         return
@@ -107,9 +107,10 @@ def _nxdt(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
     fields = {"precision_type": kind} | _moved(tree, NXDT_SAVED)
     manual = _moved(tree, NXDT_MANUAL)
     variables = _moved(tree, NXDT_VARIABLES)
-    # of the table not all is read
+    # the name of the table is accounted for, not all that it holds
     table = replace(tree.entries["precision"], value=None)
     findings.take(table, *manual.values(), *variables.values())
+    # in its examples, and read by none of its code
     _take(tree, findings, ("precision.fp32_grads_cc",))
     _note_nxdt(tree, findings, kind)
     if is_manual:

@@ -143,7 +143,10 @@ def _leaves(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _add_layout(config: AccelerateConfig, kind: str) -> None:
-    """Add the axes: what parallelism_config names, and replicas of it for the other ranks."""
+    """Add the axes that parallelism_config names; without it every rank is a replica.
+
+    kind: the distributed_type, in capital letters.
+    """
     config.ranks = config.count("num_processes")
     tensor = config.size("tp")
     context = config.size("cp")

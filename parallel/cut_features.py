@@ -656,7 +656,8 @@ def _cut_from_last(x: Tensor) -> int:
 
 
 def _linear_rule(call: CutCall) -> TensorCutOf:
-    """F.linear with a weight that each rank has whole."""
+    """F.linear with a weight that each rank has whole keeps a cut along any dimension but the last,
+    which it sums over; with an input that is not cut it is refused."""
     x = call.args[0]
     if not isinstance(x, CutTensor) or x.cut.dim == x.dim() - 1:
         raise call.refuse(SUMS)

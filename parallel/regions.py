@@ -248,7 +248,8 @@ def _source(node: Node) -> Node:
 
 def _nodes_before(ends: Sequence[Node], stops: set[Node]) -> set[Node]:
     """Return `ends` and all nodes that they are computed from, back to inputs of the graph; of
-    `stops` those that are reached, but nothing before them."""
+    `stops` those that are reached, but nothing before them. In place of a node that detaches a
+    tensor it is the node that computed the tensor (`_source`)."""
     reached: set[Node] = set()
     pending = list(ends)
     while pending:

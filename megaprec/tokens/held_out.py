@@ -163,7 +163,8 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
 
 def _pieces_everywhere(total: int, held_out: int) -> Ranges:
     """Return `held_out` of `total` samples by the rule "everywhere": pieces of neighbouring
-    samples, one in each of as many stretches of the stream."""
+    samples, one in each of as many stretches of the stream. Their order takes one sample of each
+    piece in turn, so that an evaluation of only the first ones is from all over the stream."""
     pieces = min(PIECES, held_out)
     sizes = _equal_parts(held_out, pieces)
     # Each stretch has the share of the stream that its piece has of the held-out part.

@@ -235,7 +235,8 @@ class Invariants:
         return problem
 
     def _movement_problems(self, report: StepReport) -> Iterator[str]:
-        """Yield what is wrong with the movement of the weights from those before the step."""
+        """Yield what is wrong with the movement of the weights from those before the step, in a
+        step in which it is compared (`before`)."""
         self._watches = False
         if not report.changed or not report.lr:
             yield from self._still_problems(report)
@@ -249,6 +250,7 @@ class Invariants:
             yield f"the step was applied, and {in_words(moved.unmoved)} did not move"
         if moved.frozen_moved:
             yield f"{in_words(moved.frozen_moved)} moved, though frozen"
+        # `after` makes the finding WRONG if anything was yielded
         self._prove(MOVEMENT, _named(moved))
 
     def _still_problems(self, report: StepReport) -> Iterator[str]:

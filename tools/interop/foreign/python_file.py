@@ -167,7 +167,8 @@ class PythonFile:
         self._guard = guard or _leaves_early(node)
 
     def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Read the body of a function, in which its arguments are not known."""
+        """Read the body of a function, in which its arguments are not known. The condition that it
+        stands on (`_guard`) changes; `_statement` restores it."""
         self._bind(node, node.name, node)
         function = self._function
         home = self._home

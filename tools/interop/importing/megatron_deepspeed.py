@@ -112,8 +112,9 @@ _TRANSLATED: Mapping[str, Callable[[Word], list[Word]]] = {
 
 
 def _stage(value: Word, said: str, has_config: bool, arguments: Arguments) -> Sequence[Word]:
-    """Return what a stage of ZeRO is among Megatron-LM's arguments, unless the configuration says
-    it."""
+    """Return what a stage of ZeRO is among Megatron-LM's arguments; nothing if DeepSpeed's
+    configuration or the user's key `parallel.zero` counts instead. said: the argument as it was
+    given."""
     is_settled = "parallel.zero" in arguments.draft.settled
     if has_config or is_settled or value.text == "0":
         arguments.unused["zero_stage"] = said

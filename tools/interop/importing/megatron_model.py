@@ -250,7 +250,9 @@ def _names_of(key: str) -> list[str]:
 
 
 def _as_typed(problem: Problem, arguments: Arguments) -> str:
-    """Return a problem with Megatron's args by the names that are typed."""
+    """Return a problem that names arguments as Megatron's checkpoints do (num_layers), with the
+    names that are typed instead (--num-layers). A field of the model is named by its key in a run
+    file, after the arguments that it comes from."""
     if problem.code == "convert.model_field":
         key, _, _ = problem.fields["field"].partition(".")
         given = [name for name in _names_of(key) if arguments.has(name)]

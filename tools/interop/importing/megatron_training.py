@@ -2,6 +2,10 @@
 
 Megatron-LM counts its schedule in samples, whatever unit the arguments have: training.py's
 `get_optimizer_param_scheduler` multiplies iterations by the global batch.
+
+All goes into the draft of a run file. A key that the user gives beside the arguments counts instead
+of them: if the draft does not need it (`Draft.needs`), an argument for it may be missing, or have a
+value that has no meaning here.
 """
 
 from typing import Any
@@ -384,7 +388,11 @@ def _typed_name(problem: str) -> str:
 
 
 def _add_scaling(arguments: Arguments, keys: dict[str, Any], half: str) -> None:
-    """Add loss scaling, and what happens to a step with inf or NaN."""
+    """Add loss scaling, and what happens to a step with inf or NaN.
+
+    keys: of a run file, for the precision of these arguments. half: "bf16", "fp16", or "fp32" for
+        neither.
+    """
     draft = arguments.draft
     scaling = keys["precision.scaling"]
     checks = "check_for_nan_in_loss_and_grad"
@@ -398,6 +406,7 @@ def _add_scaling(arguments: Arguments, keys: dict[str, Any], half: str) -> None:
     elif arguments.get(checks):
         arguments.put("precision.on_nonfinite", "raise", checks)
     else:
+        # with a loss scale Megatron-LM skips a step with inf even so; its FP32 optimizer does not
         skips = half != "fp32" and scaling == "constant"
         arguments.put("precision.on_nonfinite", "skip" if skips else "ignore", checks)
 

@@ -155,7 +155,8 @@ def from_nemo(values: Mapping[str, Any], ranks: int | None) -> Renamed:
 
 
 def _followed(name: str, value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a value, and in place of a reference to another setting that one's."""
+    """Return a value; in place of a reference to another setting, or of a whole multiple of one,
+    what that comes to. A value that stays open is returned as it is."""
     if not isinstance(value, NotKnown):
         return value
     table, _, _ = name.rpartition(".")
@@ -167,6 +168,7 @@ def _followed(name: str, value: Any, values: Mapping[str, Any]) -> Any:
         target = reference[1]
     else:
         return value
+    # NeMo's launcher has the whole file as its table `training`
     target = target.removeprefix("training.")
     is_beside = target.startswith(".")  # in the same table
     referred = values.get(f"{table}{target}" if is_beside else target, value)

@@ -249,7 +249,8 @@ def _parallel(reading: Reading, sizes: InternEvoParallel) -> dict[str, Decision]
 
 
 def _sequence(reading: Reading, sizes: InternEvoParallel) -> dict[str, Decision]:
-    """Return sequence parallelism, which a mode of tensor parallelism or an older key turns on."""
+    """Return sequence parallelism by its run-file key if a mode of tensor parallelism or an older
+    key turns it on, else nothing. A mode that is unknown or refused is recorded in `reading`."""
     mode = "mtp"  # the plain one
     if isinstance(sizes.tensor, Mapping):
         mode = sizes.tensor.get("mode", mode)

@@ -47,9 +47,10 @@ class _Columns:
 def mds_rows(
     file: Path, fields: Sequence[str], on_fault: OnFault
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number of each sample, and those of `fields` that it has.
+    """Yield the number of each sample, and those of `fields` that it has. If the shard has none of
+    them, yield the names of its columns with None, which the caller's error lists.
 
-    on_fault: called with the error of a sample that has a text that is none.
+    on_fault: called with the error of a sample that has a text that cannot be decoded.
     Raises UserError for a field that is no text, and for a shard that is damaged.
     """
     with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
@@ -161,7 +162,7 @@ def _values(file: Path, sample: bytes, number: int, columns: _Columns) -> list[b
 def _decoded(
     values: Sequence[bytes], columns: _Columns, wanted: set[str], fields: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the wanted columns of a sample. Raises ValueError."""
+    """Return the wanted columns of a sample; if none is, all names with None. Raises ValueError."""
     if not wanted:  # so that the error names what there is
         return dict.fromkeys(columns.names)
     row: dict[str, Any] = {}

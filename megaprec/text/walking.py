@@ -61,7 +61,8 @@ def matching(pattern: str) -> tuple[list[Path], set[Path]]:
 
 
 def _matches(path: Path, part: str, is_last: bool, links: set[Path]) -> Iterator[Path]:
-    """Yield what matches a part of a pattern at a path; of parts before the last one folders."""
+    """Yield what matches a part of a pattern at a path: only folders if the part has signs and is
+    not the last one. Links to folders that are not followed are added to `links`."""
     if part == ANY_FOLDERS:
         yield from _below(path, is_last, links)
     elif has_magic(part):
@@ -73,7 +74,8 @@ def _matches(path: Path, part: str, is_last: bool, links: set[Path]) -> Iterator
 
 
 def _below(root: Path, with_files: bool, links: set[Path]) -> Iterator[Path]:
-    """Yield a folder, and all folders and files below it whose names have no leading dot."""
+    """Yield a folder, and all folders below it, and files with `with_files`, whose names have no
+    leading dot. Links to folders are added to `links`."""
     if not root.is_dir():
         return
     for folder, folders, others in walk(root):

@@ -32,6 +32,8 @@ class Attention(nn.Module):
     Query, key and value enter the two attention products in the plan's `attention` dtype,
     independently of the layers' dtype. Scores and weights are in the sensitive dtype, or rounded to
     the plan's `scores` dtype.
+    name: begins the logical names of its parameters.
+    layer: the number of its layer, by which initial weights may be scaled.
     attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if the mask differs
         between samples; or the documents that attention is restricted to. Under context
         parallelism, which makes masks in parts, it is int64 [b, whole s] instead: the number of

@@ -115,7 +115,7 @@ def round_to(unit: float, numbers: Tensor) -> Tensor:
 
 
 class WithTally(torch.autograd.Function):
-    """The identity on x, whose backward pass adds `packed` to a tally."""
+    """The identity on x, whose backward pass adds the packed sums of a micro-batch to a tally."""
 
     @staticmethod
     def forward(

@@ -92,7 +92,8 @@ class FactorSpan:
 
 def factors(part: Part, groups: Sequence[Group], rule: UpdateRule | None = None) -> Factors:
     """Return the factors of learning rate and weight decay for a logical tensor: those of its
-    group, times those of muP. rule: the update rule, AdamW unless given."""
+    group, times those of muP. rule: the update rule, which decides those of muP; AdamW unless
+    given."""
     of_group = _group_factors(part, groups)
     if part.growth == AS_BASE:  # as wide as in muP's base model, or no muP
         return of_group
@@ -121,7 +122,7 @@ def in_order_of_factors(
     parameters: Sequence[nn.Parameter], groups: Sequence[Group], rule: UpdateRule | None = None
 ) -> list[nn.Parameter]:
     """Return the parameters, those with equal factors side by side, so that `factor_spans` cuts a
-    buffer of them into few spans."""
+    buffer of them into few spans. rule: as in `factors`."""
     # by the factors of each logical tensor that a parameter consists of
     by_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -136,7 +137,7 @@ def factor_spans(
 ) -> Iterator[FactorSpan]:
     """Yield this rank's slice of the buffer, cut where the factors change.
 
-    Padding belongs to the slice before it, because it holds only zeros.
+    Padding belongs to the slice before it, because it holds only zeros. rule: as in `factors`.
     """
     # the spans of equal factors in the whole buffer, in order
     span_starts: list[int] = []

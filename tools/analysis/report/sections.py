@@ -451,7 +451,11 @@ def memory(run: Run) -> Html | None:
 
 
 def schedule(run: Run) -> Html | None:
-    """Return the pipeline schedule: the predicted timeline, and the measured one if recorded."""
+    """Return the pipeline schedule: the predicted timeline, and the measured one if recorded.
+
+    Predicted is the step that `log.timeline` records, for steps may have batches of different
+    sizes; without one, a step of `train.global_batch`.
+    """
     config = run.config
     if not isinstance(config, RunConfig):
         return paragraph(f"Not known: {config}.")

@@ -2,7 +2,7 @@
 of.
 
 The logical tensors of a model are listed as names and shapes, so that nothing has to be built for a
-conversion.
+conversion. "Modules" are those for multi-token prediction, with one layer each.
 """
 
 from collections.abc import Iterator, Sequence

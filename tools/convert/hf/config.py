@@ -190,7 +190,8 @@ def _unsaid(model_type: str, model: ModelConfig) -> list[str] | None:
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the fields in which two models compute or train differently."""
+    """Return the fields in which two models compute or train differently, and those of `NAMES`
+    that differ."""
     ours = with_idle_keys_reset(model)
     theirs = with_idle_keys_reset(other)
     fields = type(model).model_fields

@@ -284,7 +284,7 @@ def _shake_weights(optimizer: ParallelAMPOptimizer, fraction: float, draw: int) 
 
 
 def _saved_kinds(optimizer: ParallelAMPOptimizer) -> list[str]:
-    """Return "weight" and the names of the averages that the optimizer keeps."""
+    """Return "weight", the names of the optimizer's moments, and "ema" if weights are averaged."""
     kinds: dict[str, None] = {}  # in order, each once
     for flat_buffer in optimizer.all_buffers():
         kinds |= dict.fromkeys(flat_buffer.saved_names)
@@ -292,13 +292,13 @@ def _saved_kinds(optimizer: ParallelAMPOptimizer) -> list[str]:
 
 
 def _saved_fragments(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Fragment]:
-    """Return this rank's masters, of the kind "weight", or one of the averages."""
+    """Return this rank's part of the tensors of a kind (`_saved_kinds`); "weight" are masters."""
     buffers = buffers_saving(optimizer, state_kind)
     return list(take_fragments(buffers, lambda flat_buffer: flat_buffer.saved()[state_kind]))
 
 
 def buffers_saving(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Buffer]:
-    """Return the buffers that save a tensor of this kind: "weight" or an average."""
+    """Return the buffers that save a tensor of this kind (`_saved_kinds`)."""
     return [
         flat_buffer
         for flat_buffer in optimizer.all_buffers()

@@ -98,8 +98,8 @@ def _is_complete(optimizer: ParallelAMPOptimizer, layout_record: Record) -> bool
 
 
 def _saved_tensors(optimizer: ParallelAMPOptimizer, state_kind: str) -> Tensors:
-    """Return masters, of the kind "weight", or averages by logical name; one process holds all of
-    each tensor."""
+    """Return tensors of a kind by logical name: masters ("weight"), one of the optimizer's moments
+    such as "exp_avg", or the moving average of weights ("ema"). One process holds all of each."""
     buffers = buffers_saving(optimizer, state_kind)
     return {
         fragment.name: fragment.values.double().view(fragment.shape)

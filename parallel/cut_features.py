@@ -387,8 +387,10 @@ def _require_shared_or_slice(
 
 
 def require_summed_gradient(call: CutCall, x: Tensor) -> None:
-    """Raise UserError if `x`, which is the same for all features, has a gradient that is not summed
-    over ranks."""
+    """Raise UserError unless `x` is the same for all features, with a gradient that is summed over
+    ranks, if it has one."""
+    if isinstance(x, CutTensor):
+        raise call.refuse(DIFFERENT_CUTS)
     has_gradient = x.requires_grad and torch.is_grad_enabled()
     if not has_gradient or _is_copied(x):
         return

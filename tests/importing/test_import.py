@@ -593,9 +593,9 @@ def test_a_key_beside_the_arguments_settles_what_they_leave_open(tmp_path: Path)
     )
     assert 'tokenizer = "FILL-IN/tokenizer.json"' in import_run([line], {}, {}, None).text
     assert run_of(tmp_path, line, keys=["model.vocab=50257", "train.steps=7"]).model.vocab == 50257
-    assert run_of(
-        tmp_path, f"{BASE} --lr-decay-style inverse-square-root", keys=["lr.schedule=linear"]
-    )
+    other_style = f"{BASE} --lr-decay-style inverse-square-root --min-lr 1e-6 --lr-warmup-iters 3"
+    lr = run_of(tmp_path, other_style, keys=["lr.schedule=linear"]).lr
+    assert (lr.schedule, lr.final, lr.warmup) == ("linear", 1e-6, 3)
 
 
 def test_heads_of_muon_are_those_of_the_rule_that_stands_beside_the_arguments(

@@ -252,6 +252,22 @@ def test_a_tensor_that_all_features_share_passes_only_without_a_gradient_of_its_
     assert isinstance(part * number.detach(), CutTensor)
 
 
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (F.linear, (3, SIZE)),
+        (lambda x, weight: F.rms_norm(x, (SIZE,), weight), (SIZE,)),
+        (lambda x, bias: F.layer_norm(x, (SIZE,), None, bias), (SIZE,)),
+    ],
+)
+def test_a_weight_that_is_a_slice_itself_is_refused_without_a_gradient_too(
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    weight = mark_cut(torch.ones(shape, dtype=torch.float64), TensorCut(0, "outputs of up", RANKS))
+    with torch.no_grad(), raises("parallel.module_refused", reason=re.compile("different dim")):
+        function(slices(heads(), 1)[0], weight)
+
+
 def test_slices_are_those_of_plain_tensors_in_their_gradients() -> None:
     x = features().requires_grad_()
     part = mark_cut(x[..., : HEADS * SIZE // RANKS] * 1, TensorCut(2, "outputs of up", RANKS))

@@ -140,12 +140,12 @@ def add_rate(arguments: Arguments) -> None:
     _require(arguments, "lr.peak", "lr")
     _refuse_decoupled(arguments)
     style = arguments.get("lr_decay_style")
-    if style not in STYLES:
-        if draft.needs("lr.schedule"):
-            schedules = ", ".join(SCHEDULES)
-            arguments.refuse(f"the schedules here are {schedules} (lr.schedule)", "lr_decay_style")
+    if style in STYLES:
+        arguments.put("lr.schedule", STYLES[style], "lr_decay_style")
+    elif draft.needs("lr.schedule"):
+        schedules = ", ".join(SCHEDULES)
+        arguments.refuse(f"the schedules here are {schedules} (lr.schedule)", "lr_decay_style")
         return
-    arguments.put("lr.schedule", STYLES[style], "lr_decay_style")
     arguments.copy("lr.final", "min_lr")
     if arguments.has("lr_warmup_init"):
         arguments.copy("lr.initial", "lr_warmup_init")

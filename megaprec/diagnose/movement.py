@@ -27,8 +27,8 @@ from megaprec.optim.decision.step_report import StepObserver, StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.state.flat_buffer import Buffer
 
-# An update is as large as rate times clipped gradient, or larger, by this factor at least: rules
-# that divide by the size of gradients make small ones larger.
+# An update is taken to be at least rate times clipped gradient, divided by this factor. Rules that
+# divide by the size of gradients make the updates of small ones larger than that.
 SAFETY = 8.0
 TINY = 1e-30  # in place of a weight of zero, which any update moves
 BLOCK = 1 << 20  # elements that are compared at once, so that temporaries are small
@@ -102,7 +102,7 @@ class Movement(StepObserver):
         now = self._weights()
         moved = [name for name, digits in now.items() if digits != self._before[name]]
         self._before = now
-        # the least by which a reach of 1 moves a weight
+        # times a reach: the least update, in distances of neighbouring numbers
         rate = report.lr * self._clip_factor(report) / SAFETY
         unmoved: list[str] = []
         lost: list[str] = []

@@ -65,7 +65,11 @@ class Work:
 
     def answers(self, request: dict[str, Any], read_bytes: Any) -> Iterator[Any]:
         """Yield the columns and the rows of a table. Raises what pyarrow raises for a damaged
-        one."""
+        one.
+
+        read_bytes: asks the other process for bytes of a file without a path, by the first one and
+            their number.
+        """
         with _opened(request, read_bytes) as stream:
             if request["form"] == ".parquet":
                 yield from _parquet(request, stream)

@@ -101,7 +101,11 @@ class Expert(MLP):
 
 class MixtureOfExperts(nn.Module):
     """The sum over a token's experts of weight times result, plus that of shared experts, which may
-    have a gate."""
+    have a gate.
+
+    name: its logical name. layer: the number of the decoder layer, which may decide how initial
+    weights are scaled.
+    """
 
     def __init__(
         self,

@@ -120,7 +120,11 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
 
 
 def _build_value(torch_file: Path, answer: Any, base: int = 0) -> Any:
-    """Return the value of an answer. base: byte where the inner file begins in the file."""
+    """Return the value that an answer of the other process describes, as in `contents`.
+
+    base: byte of `torch_file` where the described file of torch.save begins: that of a distributed
+        checkpoint is a part of a larger file.
+    """
     kind, content = answer
     if kind == "tensor":
         dtype, shape, strides, start, crc = content

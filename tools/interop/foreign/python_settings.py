@@ -264,6 +264,7 @@ def _keys_of(call: Call, maker: Maker, fields: Mapping[str, DictEntry]) -> dict[
             keys[key] = replace(entry, line=line)
     for key, value in maker.adds.items():
         keys[key] = DictEntry(value, call.line)
+    # "library" is among what the makers of Megatron-Bridge add
     if call.function.name.startswith(BRIDGE) or "library" in keys:
         return bridge_fields(keys)
     return keys

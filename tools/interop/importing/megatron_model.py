@@ -224,6 +224,7 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
         chosen.pop("vocab")
     stated = dict[str, Any]()
     for key, value in chosen.items():
+        # No argument gives the family: it follows from several.
         is_given = key != "family" and any(map(arguments.has, _names_of(key)))
         is_required = ModelConfig.model_fields[key].is_required()
         if is_given or is_required or _follows(stated, key) != value:

@@ -196,7 +196,8 @@ class _Script:
                 self._follow_command(command)
 
     def _follow_choice(self, tokens: Sequence[Token]) -> bool:
-        """Follow `[ ... ] && command` or with `||`. Returns False if it is of another form."""
+        """Follow `[ ... ] && command` or with `||`. Returns False, and follows nothing, if it is of
+        another form or the condition is not known."""
         places = [number for number, token in enumerate(tokens) if token.kind == "operator"]
         last = places[-1]
         sign = tokens[last].text[:2]

@@ -104,9 +104,11 @@ def _renamed(weights: Weights, module: str, layer_name: str) -> Weights:
 
 
 def mean_over_modules(losses: list[Tensor], counts: Tensor) -> Tensor:
-    """Return the mean over modules of the means of their losses; 0 without modules.
+    """Return the mean over modules of multi-token prediction of the means of their losses; 0
+    without modules.
 
-    losses: of `ahead`. counts: the weight of each target, [b, s].
+    losses: the result of `ahead`, [b, s - k] of module k. counts: the weight of each target,
+        [b, s].
     """
     if not losses:
         return torch.zeros(())

@@ -319,6 +319,7 @@ def _select_part(
         return full_values.new_full(
             (len(border_values.samples), len(border_values.positions)), torch.nan
         )
+    # One process sees all samples of the step, so the number of a sample is its row.
     columns = [reference.positions.index(position) for position in border_values.positions]
     return full_values[border_values.samples][:, columns]
 

@@ -19,6 +19,7 @@ from tests.refusals import raises, sentence, shows
 from tools.cli import main
 from tools.commands.precision import read_precision
 from tools.interop.foreign.data_files import from_yaml
+from tools.interop.foreign.read import LARGEST
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -104,6 +105,7 @@ def test_yaml_of_any_depth_does_not_crash_its_library(text: str, tmp_path: Path)
             sentence("precision_file.not_python", path=re.compile(r"a\.toml"), what="TOML"),
         ),
         ("a.py", b"", sentence("precision_file.nothing_of_precision")),
+        ("a.py", b"#" * (LARGEST + 1), sentence("precision_file.file_too_large")),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_the_place(

@@ -84,7 +84,7 @@ def _text(path: Path) -> str:
         if size > LARGEST:
             raise UserError.of("precision_file.file_too_large", path=path, size=size)
         text = read_text(path, LARGEST)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError.of("precision_file.file_unreadable", path=path, reason=reason) from error
     if sum(text.count(sign) for sign in ",([{") > MOST_PARTS:

@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if prints_own_failure():
-            _print_error(UserError("interrupted"), args.json)
+            _print_error(UserError.of("command.interrupted"), args.json)
         return 130
     except Exception as error:
         return _code_of_failure(error, args)

@@ -68,7 +68,6 @@ def test_every_code_has_a_sentence_with_the_fields_that_it_is_given() -> None:
     assert not wrong
 
 
-@pytest.mark.slow
 def test_no_error_is_made_of_a_sentence_that_has_no_code() -> None:
     without = list[str]()
     for file in sources():
@@ -83,7 +82,6 @@ def test_no_error_is_made_of_a_sentence_that_has_no_code() -> None:
     assert not without
 
 
-@pytest.mark.slow
 def test_every_sentence_is_used() -> None:
     used = {code for _, code, _ in uses()}
     listed = {f"{area}.{name}" for area, names in sentences().items() for name in names}

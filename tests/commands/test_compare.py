@@ -177,7 +177,7 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(
     folder = tmp_path / "folder.png"
     folder.mkdir()
     assert cli.main(["compare", str(run), "-o", str(folder)]) == 2
-    assert shows(capsys.readouterr().err, "plots.suffix", path=folder)
+    assert shows(capsys.readouterr().err, "plots.is_folder", path=folder)
     folder.rmdir()
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
     assert shows(capsys.readouterr().err, "command.plot_folder", parent=absent)

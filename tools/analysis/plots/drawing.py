@@ -199,7 +199,9 @@ def require_picture_path(path: Path, suffixes: Sequence[str] = (".png",)) -> Non
 
     suffixes: of the formats in which the picture can be written.
     """
-    if path.suffix not in suffixes or path.is_dir():
+    if path.is_dir():
+        raise UserError.of("plots.is_folder", path=path)
+    if path.suffix not in suffixes:
         raise UserError.of("plots.suffix", path=path, suffixes=" or ".join(suffixes))
     if not path.absolute().parent.is_dir():
         raise UserError.of("command.plot_folder", path=path, parent=path.parent)
